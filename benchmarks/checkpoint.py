@@ -29,8 +29,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel, Qwen2Config, Qwen3Config
 
-from arborl.checkpoint import Background, save
-from arborl.config.run import LearnerConfig, LoraConfig
+from arborl.checkpoint import BackgroundWriter, save
+from arborl.config.run_config import LearnerConfig, LoraConfig
 from arborl.learner.learner import Learner
 from arborl.models.attention import ATTENTION_NAME
 from arborl.models.lora import add_lora
@@ -97,7 +97,7 @@ def host_work(device: str) -> float:
 
 
 def measure(learner: Learner, root: Path, device: str, repeats: int) -> dict[str, float]:
-    background, held, copied, written, beside = Background(), [], [], [], []
+    background, held, copied, written, beside = BackgroundWriter(), [], [], [], []
     alone = min(host_work(device) for _ in range(5))
     reserve = timed(learner.reserve(), device)
     for step in range(repeats):

@@ -62,7 +62,7 @@ def memory(key: str) -> float:
 def ours(folder: Path, draw: int) -> dict[str, float]:
     import pyarrow.parquet
 
-    from arborl.config.data import DataConfig
+    from arborl.config.data_config import DataConfig
     from arborl.data import open_source
 
     pyarrow.cpu_count()

@@ -24,7 +24,7 @@ import numpy as np
 from arborl.agents.chat_agents import ChatAgent
 from arborl.algorithms import make_algorithm
 from arborl.chat import Renderer
-from arborl.config.algorithm import AlgorithmConfig
+from arborl.config.algorithm_config import AlgorithmConfig
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Step
 from arborl.envs.games.frozen_lake import FrozenLake
@@ -35,8 +35,8 @@ from arborl.rollout.recorder import EpisodeLimits
 from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.rollout.token_trees import build_token_trees
 from arborl.seeds import generator
+from arborl.training_run.part_factory import replies
 from arborl.types import Group, Message, Sampling, Task
-from arborl.workshop import replies
 
 MOVES = [f"<answer>{move}</answer>" for move in ("Left", "Down", "Right", "Up")]
 
@@ -163,7 +163,7 @@ def redundancy(args: argparse.Namespace) -> dict[str, object]:
             began = time.perf_counter()
             groups = asyncio.run(one.collect(tasks(16), trial, 8, options=GroupOptions(redundancy=extra)))
             seconds.append(time.perf_counter() - began)
-            assert all(len(group.survivors) == 8 for group in groups)
+            assert all(len(group.valid_episodes) == 8 for group in groups)
             found = _mean_advantages(algorithm, groups)
             means, compared = [*means, *found], compared + len(found)
         result |= {

@@ -62,7 +62,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
         for _ in range(groups):
             opening = tuple(texts.prompt(prompt, chance))
             answers = [tuple(texts.text(answer, chance)) for _ in range(8)]
-            calls = [Call(opening, Completion(said, (-6.0,) * answer, Finish.STOP), 0) for said in answers]
+            calls = [Call(opening, Completion(said, (-6.0,) * answer, FinishReason.STOP), 0) for said in answers]
             made.append(Group(Task("t"), [Episode(str(i), Task("t"), calls=[call]) for i, call in enumerate(calls)]))
         forest = build_token_trees(made)
         forest.terms.advantage[:] = np.cos(forest.terms.call)

@@ -41,7 +41,7 @@ from arborl.models.attention import ATTENTION_NAME
 from arborl.models.fast_forward import use_library_forward
 from arborl.models.model_loading import tune_cpu
 from arborl.rollout.tree import plant
-from arborl.types import Call, Completion, Episode, Finish, Forest, Group, Sampling, Task
+from arborl.types import Call, Completion, Episode, FinishReason, Forest, Group, Sampling, Task
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def play(case: Case, texts: Texts) -> list[Call]:
         for turn in range(case.turns):
             thinking, answer = some(case.thinking), some(case.answer)
             sampled = (*thinking, *answer)
-            calls.append(Call(context, Completion(sampled, (-6.0,) * len(sampled), Finish.STOP), turn))
+            calls.append(Call(context, Completion(sampled, (-6.0,) * len(sampled), FinishReason.STOP), turn))
             context = (*context, *answer, *texts.observation(case.observed, chance))
     return calls
 

@@ -24,8 +24,8 @@ import torch
 import transformers
 
 from arborl.algorithms import make_algorithm
-from arborl.config.algorithm import AlgorithmConfig
-from arborl.config.run import LearnerConfig
+from arborl.config.algorithm_config import AlgorithmConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.engines.local import LocalEngine
 from arborl.learner.learner import Learner
 from arborl.models.fast_forward import has_fast_forward

@@ -38,6 +38,7 @@ from arborl.data.generated.problems import problems
 from arborl.tools import tool
 from arborl.tools.library.calculator import calculator as at_once
 from arborl.track.jsonl import read_metrics
+from arborl.training_run import train
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "calculator" / "run.yaml"
 
@@ -86,7 +87,8 @@ def run(folder: Path, asked: argparse.Namespace, max_lag: int, seed: int, median
     rows = [row for row in read_metrics(home / "metrics.jsonl") if "time/step" in row]
     took = rows[0]["time/step"] + clock.times[-1] - clock.times[0]
     mean = {name: statistics.mean(row[name] for row in rows) for name in (
-        "time/idle_engine", "time/idle_learner", "time/learn", "batch/lag_mean", "dropped/stale", "episode/count",
+        "time/idle_engine", "time/idle_learner", "time/learn", "batch/lag_mean", "rollout/dropped_stale",
+        "episode/count",
         "learner/terms",
     )}  # fmt: skip
     return {

@@ -33,9 +33,9 @@ import torch
 import transformers as hf
 from trl import GRPOConfig, GRPOTrainer
 
-from arborl import api
-from arborl.config.load import load
-from arborl.config.run import RunConfig
+from arborl import training_run
+from arborl.config.load_config import load
+from arborl.config.run_config import RunConfig
 from arborl.data import open_source
 from arborl.envs import ENVS
 from arborl.envs.env import Env
@@ -151,7 +151,7 @@ def train(config: RunConfig, model_name: str, steps: int, size: int, out: Path) 
 def measured(recipe: Path, model: str, settings: list[str]) -> dict[str, Any]:
     """Held-out success of a model with the recipe's prompts, sampled and greedy, with 95 % intervals."""
     found: dict[str, Any] = {}
-    for played in api.measure([str(recipe)], api.Asked([*settings, f"model.name={model}"])):
+    for played in training_run.measure([str(recipe)], training_run.MeasureOptions([*settings, f"model.name={model}"])):
         metrics = played.metrics
         found[played.way] = [round(metrics[name], 4) for name in ("success", "success_low", "success_high")]
     return found

@@ -23,7 +23,6 @@ from pathlib import Path
 import numpy as np
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from arborl.build import sampling_of
 from arborl.chat.renderer import Renderer
 from arborl.config.load import load
 from arborl.config.run import RunConfig
@@ -36,7 +35,6 @@ from arborl.rollout.offline_episodes import OfflineEpisodes
 from arborl.rollout.recorder import EpisodeLimits
 from arborl.rollout.runner import Rollout
 from arborl.types import Message, Task
-from arborl.workshop import Workshop
 
 CONTEXT, PAGE = 1024, 64
 THOUGHTS = ("", "I go on. ", "The goal is near. ", "There is a hole, so I go this way. ", "Let me see. ", "Now ")
@@ -114,8 +112,8 @@ def engine_of(renderer: Renderer, replies: Sequence[str], requests: int) -> Time
 
 
 def rollout_of(config: RunConfig, engine: LocalEngine, renderer: Renderer) -> tuple[Rollout, Rewards]:
-    """As `arborl.build` makes it."""
-    workshop = Workshop(config, {})
+    """As `arborl.training_run.build` makes it."""
+    workshop = RunPartFactory(config, {})
     cast, rewards, asked = workshop.cast(), workshop.rewards(), config.rollout
     limits = EpisodeLimits(asked.max_turns, config.sampling.max_context, asked.episode_seconds, asked.step_seconds)
     given = OfflineEpisodes.of(config, renderer)

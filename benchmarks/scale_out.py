@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from arborl.build import build
-from arborl.config.load import load
+from arborl.config.load_config import load
+from arborl.training_run.build import build
 from arborl.types import Sampling
 
 SETTINGS = [

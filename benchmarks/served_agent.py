@@ -49,14 +49,14 @@ def served(path: str) -> Iterator[str]:
         made.wait(60)
 
 
-async def problem(parts: Parts, task: Task) -> tuple[str, str, str]:
+async def problem(parts: RunParts, task: Task) -> tuple[str, str, str]:
     """Document, question and right answer of a task."""
     env = parts.cast.env(task)
     observation = await env.reset(task, 0)
     return str(inner_attribute(env, "document")), observation.messages[-1].content, str(env.oracle())
 
 
-async def evaluated(parts: Parts, tasks: list[Task]) -> list[str]:
+async def evaluated(parts: RunParts, tasks: list[Task]) -> list[str]:
     groups = await parts.rollout.collect(tasks, 0, 1, {"temperature": 0.0})
     return [group.episodes[0].answer for group in groups]
 
@@ -78,7 +78,7 @@ async def asked(address: str, agent: str, problems: list[tuple[str, str, str]], 
 
 
 async def measured(path: str, count: int, at_once: int) -> dict:
-    found = located(path, trust=True)
+    found = locate_model(path, trust=True)
     config = found.config
     parts = build(config.model_copy(update={"model": config.model.model_copy(update={"name": str(found.model)})}))
     tasks = parts.source.evaluation(count)

@@ -28,7 +28,7 @@ from step_work import (
 from arborl.agents.agent_interface import FunctionAgent, Model
 from arborl.algorithms import make_algorithm
 from arborl.chat import Renderer
-from arborl.config.run import AlgorithmConfig, LearnerConfig
+from arborl.config.run_config import AlgorithmConfig, LearnerConfig
 from arborl.engines.local import LocalEngine
 from arborl.envs.env import Env
 from arborl.learner.learner import Learner
@@ -88,7 +88,7 @@ class Ours:
         replies = [len(call.completion.tokens) for group in groups for e in group.episodes for call in e.calls]
         if set(replies) != {self.case.sampled}:
             raise RuntimeError(f"replies of {sorted(set(replies))} tokens; {self.case.sampled} were asked for")
-        if len(kept) != len(groups) or any(group.survivors != group.episodes for group in groups):
+        if len(kept) != len(groups) or any(group.valid_episodes != group.episodes for group in groups):
             raise RuntimeError("some episodes were not learned from; the work is not the same")
         self.share = sum(map(len, forest.trees)) / forest.raw_tokens
         counted = self.engine.metrics()

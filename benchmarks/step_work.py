@@ -16,10 +16,10 @@ import transformers as hf
 from bodies import SHAPES, endless, forbid, give_adapters, load, settle, weights_of
 from texts import ChatText, RandomIds, Texts
 
-from arborl.build import TOKENIZER_FILES
 from arborl.envs.env import Observation, Step
 from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.models.find import resolve
+from arborl.training_run.build import TOKENIZER_FILES
 from arborl.types import Message, Task, ToolSpec
 
 FIVE_MILLION = {

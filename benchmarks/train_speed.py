@@ -45,16 +45,16 @@ from step_work import not_text, peak_gib
 from texts import ChatText
 from transformers import PreTrainedModel
 
-import arborl.build
-from arborl.api.objects import name_objects
-from arborl.build import TOKENIZER_FILES, Parts, build
-from arborl.config.load import from_kwargs
+import arborl.training_run.build
+from arborl.config.load_config import from_kwargs
 from arborl.envs.env import Step
 from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.models.load import resolve, tune_cpu
 from arborl.track import Trackers
 from arborl.trainer.hooks import SaveCheckpoints
 from arborl.trainer.trainer import Trainer
+from arborl.training_run.build import TOKENIZER_FILES, RunParts, build
+from arborl.training_run.object_names import name_objects
 from arborl.types import Completion, Episode, Message, Metrics, Sampling
 
 
@@ -77,7 +77,7 @@ class Late(FrozenLake):
 class Counts:
     """What is compiled and recorded for sampling, and what is asked of the engine."""
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: RunParts):
         self.compiled = self.recorded = 0
         self.asked: dict[str, list[tuple[int, int]]] = defaultdict(list)
         """By session: tokens of each prompt, and of its reply."""
@@ -175,7 +175,7 @@ def body_folder(name: str, device: str, outliers: bool, folder: Path) -> Path:
     return folder
 
 
-def parts_of(args: argparse.Namespace, folder: Path) -> Parts:
+def parts_of(args: argparse.Namespace, folder: Path) -> RunParts:
     episodes = args.tasks * args.group * (1 + args.max_lag)  # of all batches in play
     Late.seconds = args.late
     named, objects = name_objects({
@@ -186,20 +186,20 @@ def parts_of(args: argparse.Namespace, folder: Path) -> Parts:
         "rollout.concurrency": episodes, "engine.max_requests": episodes, "engine.kv_tokens": episodes * args.context,
         "sampling.max_context": args.context, "learner.lr": 1e-6, "trainer.steps": args.steps,
     } | {key: yaml.safe_load(value) for key, _, value in (one.partition("=") for one in args.set)})  # fmt: skip
-    load = arborl.build._policy
+    load = arborl.training_run.build.load_policy
 
     def text_only(*given: Any) -> PreTrainedModel:  # before the learner takes a sharded copy of it
         model = load(*given)
         forbid(model, not_text(model.config.vocab_size, folder))
         return model
 
-    arborl.build._policy = text_only
+    arborl.training_run.build.load_policy = text_only
     parts = build(from_kwargs(**named), objects)
     logging.getLogger("arborl.engines").info("memory: %s", parts.plan.summary)
     return parts
 
 
-async def train(parts: Parts, counts: Counts, save: TimedSave | None) -> tuple[Log, float, tuple[int, ...]]:
+async def train(parts: RunParts, counts: Counts, save: TimedSave | None) -> tuple[Log, float, tuple[int, ...]]:
     """The metrics of each step, the seconds of the first, and what had been compiled and recorded after it."""
     log = Log()
     trainer = Trainer(
@@ -223,7 +223,7 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Tim
     body = body_folder(args.model, args.device, args.outliers, folder / "body")
     parts = parts_of(args, body)
     counts = Counts(parts)
-    save = TimedSave(args.checkpoint, args.steps - 1, 1, {}, parts.copy_tokenizer) if args.checkpoint else None
+    save = TimedSave(args.checkpoint, args.steps - 1, 1, {}, parts.save_tokenizer) if args.checkpoint else None
     log, first, (compiled, recorded, learned) = asyncio.run(train(parts, counts, save))
     rows, later = log.rows, log.rows[1:]
 
@@ -238,7 +238,7 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Tim
     texts = ChatText(body)
     settle()  # as the run had it
     alone = best(lambda seed: ours(parts.engine, texts, work, seed), work, 2, cuda)  # type: ignore[arg-type]
-    gaps = [row["policy/rollout_gap"] for row in later if "policy/rollout_gap" in row]  # of steps that learned
+    gaps = [row["policy/logprob_diff"] for row in later if "policy/logprob_diff" in row]  # of steps that learned
     live = total("engine/sampled") / total("engine/steps")
     row = {
         "model": args.model, "weights": weights_of(args.model, args.outliers),

@@ -54,7 +54,7 @@ def one_episode(chance: np.random.Generator, step: int, number: int, turns: int)
     for turn in range(int(chance.integers(1, turns * 2))):
         tokens = chance.integers(0, 500, 5).tolist()
         logprobs = chance.normal(-1, 0.5, 5).clip(max=0).tolist()
-        completion = Completion(tuple(tokens), tuple(logprobs), Finish.STOP, max(0, step - 1 - number % 2))
+        completion = Completion(tuple(tokens), tuple(logprobs), FinishReason.STOP, max(0, step - 1 - number % 2))
         calls.append(Call(tuple(context), completion, turn))
         context = [*context, *tokens, *chance.integers(0, 500, 24).tolist()]
         move = MOVES[int(chance.integers(4))]
@@ -63,7 +63,7 @@ def one_episode(chance: np.random.Generator, step: int, number: int, turns: int)
         said.append(Turn(reply, (Message("user", board),), 0.0, board))
     rare = f" needle{number % 1000}"
     opening = (Message("system", "Cross the frozen lake from P to G."), Message("user", f"the map{rare}"))
-    stop = Stop.DONE if chance.random() < 0.7 else Stop.MAX_TURNS
+    stop = StopReason.DONE if chance.random() < 0.7 else StopReason.MAX_TURNS
     return Episode(f"{task.id}#{number % 8}", task, number, opening, said, calls, stop, {"env": float(chance.random())})
 
 

@@ -42,10 +42,10 @@ def play(path: Path) -> None:
     code = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         for number, cell in enumerate(code, 1):
-            with redirect_stdout(io.StringIO()) as said:
+            with redirect_stdout(io.StringIO()) as stream:
                 exec("".join(cell["source"]), known)
             cell["execution_count"] = number
-            cell["outputs"] = _said(said.getvalue()) + [_drawn(plt.figure(figure)) for figure in plt.get_fignums()]
+            cell["outputs"] = _said(stream.getvalue()) + [_drawn(plt.figure(figure)) for figure in plt.get_fignums()]
             plt.close("all")
     path.write_text(json.dumps(book, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 

@@ -13,13 +13,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from arborl import _HOMES
+from arborl import _MODULES
 
 SOURCE = Path(__file__).parents[1] / "src"
 HEAD = """# Public names
 
-What `from arborl import …` has. A name that is not here may change without notice; [rooms.md](rooms.md) says where
-everything else is.
+What `from arborl import …` has. Other names may change without notice; [packages.md](packages.md) lists them.
 
 This page is generated: `python -m website`.
 """
@@ -28,11 +27,11 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
 def page() -> str:
     """The whole page: functions and classes in the order of the alphabet."""
-    return "\n".join([HEAD, *(line for name in sorted(_HOMES, key=str.lower) for line in _name(name))])
+    return "\n".join([HEAD, *(line for name in sorted(_MODULES, key=str.lower) for line in _name(name))])
 
 
 def _name(name: str) -> Iterator[str]:
-    module, node = _found(_HOMES[name], name)
+    module, node = _found(_MODULES[name], name)
     yield f"## {name}\n"
     if isinstance(node, ast.ClassDef):
         yield from _class(module, node)
@@ -47,19 +46,19 @@ def _class(module: str, node: ast.ClassDef) -> Iterator[str]:
     """How it is made, what it says of itself, its fields and its methods, inherited ones too."""
     kinds = list(_lineage(module, node))
     methods = {one.name: one for kind in kinds for one in kind.body if isinstance(one, Definition)}
-    fields = {name: said for kind in kinds for name, said in _fields(kind)}
+    fields = {name: output for kind in kinds for name, output in _fields(kind)}
     if "__init__" in methods and not any(kind.name == "Config" for kind in kinds):
         yield f"```py\n{_signature(methods['__init__'], node.name)}\n```\n"
-        fields = {name: said for name, said in fields.items() if said[1]}
+        fields = {name: output for name, output in fields.items() if output[1]}
     yield _prose(node)
     if fields:
         yield "| field | |\n|---|---|"
-        yield from (f"| `{_cell(written)}` | {_cell(said)} |" for written, said in fields.values())
+        yield from (f"| `{_cell(written)}` | {_cell(output)} |" for written, output in fields.values())
         yield ""
     for name, method in methods.items():
         if not name.startswith("_"):
-            said = ast.get_docstring(method) or ""
-            yield f"- `{_signature(method)}`" + (f": {_cell(said.split(chr(10) * 2)[0])}" if said else "")
+            output = ast.get_docstring(method) or ""
+            yield f"- `{_signature(method)}`" + (f": {_cell(output.split(chr(10) * 2)[0])}" if output else "")
     yield ""
 
 
@@ -78,12 +77,12 @@ def _fields(node: ast.ClassDef) -> Iterator[tuple[str, tuple[str, str]]]:
     for place, one in enumerate(node.body):
         if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and not one.target.id.startswith("_"):
             after = node.body[place + 1] if place + 1 < len(node.body) else None
-            said = ""
+            output = ""
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                said = str(after.value.value)
+                output = str(after.value.value)
             default, described = _default(one.value)
             if "ClassVar" not in (kind := ast.unparse(one.annotation)) and one.target.id != "model_config":
-                yield one.target.id, (f"{one.target.id}: {kind}{default}", said or described)
+                yield one.target.id, (f"{one.target.id}: {kind}{default}", output or described)
 
 
 def _default(value: ast.expr | None) -> tuple[str, str]:
@@ -93,9 +92,9 @@ def _default(value: ast.expr | None) -> tuple[str, str]:
     if isinstance(value, ast.Call) and ast.unparse(value.func) in ("Field", "field"):
         given = {word.arg: word.value for word in value.keywords}
         described = given.get("description")
-        said = str(described.value) if isinstance(described, ast.Constant) else ""
+        output = str(described.value) if isinstance(described, ast.Constant) else ""
         first = given.get("default", value.args[0] if value.args else None)
-        return (f" = {ast.unparse(first)}" if first is not None else ""), said
+        return (f" = {ast.unparse(first)}" if first is not None else ""), output
     return f" = {ast.unparse(value)}", ""
 
 
@@ -121,7 +120,7 @@ def _prose(node: ast.ClassDef | Definition) -> str:
             shown.append(f"```py\n{lines}\n```")
         else:
             items = re.findall(r"^(\*{0,2}[\w, ]+): (.*(?:\n +.*)*)", lines, flags=re.MULTILINE)
-            rows = [f"- `{name}`: {' '.join(said.split())}" for name, said in items]
+            rows = [f"- `{name}`: {' '.join(output.split())}" for name, output in items]
             shown.append("\n".join(rows) if rows else " ".join(lines.split()))
     return "\n\n".join(part for part in shown if part) + "\n"
 

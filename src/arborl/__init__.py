@@ -1,6 +1,6 @@
 """Arbor: train language-model agents by reinforcement learning.
 
-Names are imported when they are first used, so `import arborl` is quick and loads no torch.
+Names are imported on first use: `import arborl` is fast and loads no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from arborl.agents import Agent
-    from arborl.api import Run, run
     from arborl.config import RunConfig
     from arborl.conversational import (
         CONVERSATION_CONFIGS,
@@ -57,131 +56,53 @@ if TYPE_CHECKING:
     from arborl.envs import Env, Observation, Step
     from arborl.rewards import reward
     from arborl.tools import tool
+    from arborl.training_run import Run, run
     from arborl.types import Episode, Message, Task
 
     __version__: str
 
-# torch's build for Arm gives memory back to the system 10 ms after it was freed, and takes it again in the next step:
-# without this, a fifth of an update on a CPU goes into page faults (docs/results/step.md)
+# The allocator of torch for Arm returns memory to the system after 10 ms and allocates it again in the next step.
+# Without this setting a fifth of an update on a CPU is spent on page faults (docs/results/step.md).
 os.environ.setdefault("MIMALLOC_PURGE_DELAY", "60000")
-# Threads that wait should sleep: torch's, spinning between two of its operations, take cores from compiled steps and
-# updates, which bring threads of their own, and from whatever else runs
+# Waiting threads sleep. Spinning threads of torch would take cores from compiled steps and updates, which have their
+# own threads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-_HOMES = {
-    "CONVERSATION_CONFIGS": "arborl.conversational",
-    "Agent": "arborl.agents",
-    "AgentConfig": "arborl.conversational",
-    "CheckpointCallback": "arborl.conversational",
-    "CompositeReward": "arborl.conversational",
-    "ConcisenessReward": "arborl.conversational",
-    "ConversationEnvironment": "arborl.conversational",
-    "ConversationMemory": "arborl.conversational",
-    "ConversationTurn": "arborl.conversational",
-    "CorrectnessReward": "arborl.conversational",
-    "CustomerServiceReward": "arborl.conversational",
-    "DistributedTrainer": "arborl.conversational",
-    "EarlyStoppingCallback": "arborl.conversational",
-    "EngagementReward": "arborl.conversational",
-    "Env": "arborl.envs",
-    "Environment": "arborl.conversational",
-    "EnvironmentState": "arborl.conversational",
-    "Episode": "arborl.types",
-    "GSPOConfig": "arborl.conversational",
-    "HPOConfig": "arborl.conversational.hpo",
-    "HPOSummary": "arborl.conversational.hpo",
-    "HelpfulnessReward": "arborl.conversational",
-    "Message": "arborl.types",
-    "MultiObjectiveReward": "arborl.conversational",
-    "MultiTurnAgent": "arborl.conversational",
-    "MultiTurnGRPOTrainer": "arborl.conversational",
-    "MultiTurnTrajectory": "arborl.conversational",
-    "NeuralReward": "arborl.conversational",
-    "NeuralRewardTrainer": "arborl.conversational",
-    "Observation": "arborl.envs",
-    "RewardFunction": "arborl.conversational",
-    "RewardResult": "arborl.conversational",
-    "Run": "arborl.api",
-    "RunConfig": "arborl.config",
-    "SafetyReward": "arborl.conversational",
-    "SalesAssistantReward": "arborl.conversational",
-    "SimilarityAwareReward": "arborl.conversational",
-    "Step": "arborl.envs",
-    "TRLGRPOTrainerWrapper": "arborl.conversational",
-    "Task": "arborl.types",
-    "TaskCompletionReward": "arborl.conversational",
-    "TechnicalSupportReward": "arborl.conversational",
-    "TrainingConfig": "arborl.conversational",
-    "TrajectoryGroup": "arborl.conversational",
-    "ValueFunction": "arborl.conversational",
-    "get_config_for_task": "arborl.conversational",
-    "get_search_space": "arborl.conversational.hpo",
-    "quick_hpo": "arborl.conversational.hpo",
-    "reward": "arborl.rewards",
-    "reward_function": "arborl.conversational",
-    "run": "arborl.api",
-    "tool": "arborl.tools",
-    "train": "arborl.conversational",
-    "train_with_gspo": "arborl.conversational",
-}
+_EXPORTS = {
+    "arborl.agents": ["Agent"],
+    "arborl.config": ["RunConfig"],
+    "arborl.conversational": [
+        "CONVERSATION_CONFIGS", "AgentConfig", "CheckpointCallback", "CompositeReward", "ConcisenessReward",
+        "ConversationEnvironment", "ConversationMemory", "ConversationTurn", "CorrectnessReward",
+        "CustomerServiceReward", "DistributedTrainer", "EarlyStoppingCallback", "EngagementReward",
+        "Environment", "EnvironmentState", "GSPOConfig", "HelpfulnessReward", "MultiObjectiveReward",
+        "MultiTurnAgent", "MultiTurnGRPOTrainer", "MultiTurnTrajectory", "NeuralReward", "NeuralRewardTrainer",
+        "RewardFunction", "RewardResult", "SafetyReward", "SalesAssistantReward", "SimilarityAwareReward",
+        "TRLGRPOTrainerWrapper", "TaskCompletionReward", "TechnicalSupportReward", "TrainingConfig",
+        "TrajectoryGroup", "ValueFunction", "get_config_for_task", "reward_function", "train",
+        "train_with_gspo",
+    ],
+    "arborl.conversational.hpo": ["HPOConfig", "HPOSummary", "get_search_space", "quick_hpo"],
+    "arborl.envs": ["Env", "Observation", "Step"],
+    "arborl.rewards": ["reward"],
+    "arborl.tools": ["tool"],
+    "arborl.training_run": ["Run", "run"],
+    "arborl.types": ["Episode", "Message", "Task"],
+}  # fmt: skip
+_MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = [
-    "CONVERSATION_CONFIGS",
-    "Agent",
-    "AgentConfig",
-    "CheckpointCallback",
-    "CompositeReward",
-    "ConcisenessReward",
-    "ConversationEnvironment",
-    "ConversationMemory",
-    "ConversationTurn",
-    "CorrectnessReward",
-    "CustomerServiceReward",
-    "DistributedTrainer",
-    "EarlyStoppingCallback",
-    "EngagementReward",
-    "Env",
-    "Environment",
-    "EnvironmentState",
-    "Episode",
-    "GSPOConfig",
-    "HPOConfig",
-    "HPOSummary",
-    "HelpfulnessReward",
-    "Message",
-    "MultiObjectiveReward",
-    "MultiTurnAgent",
-    "MultiTurnGRPOTrainer",
-    "MultiTurnTrajectory",
-    "NeuralReward",
-    "NeuralRewardTrainer",
-    "Observation",
-    "RewardFunction",
-    "RewardResult",
-    "Run",
-    "RunConfig",
-    "SafetyReward",
-    "SalesAssistantReward",
-    "SimilarityAwareReward",
-    "Step",
-    "TRLGRPOTrainerWrapper",
-    "Task",
-    "TaskCompletionReward",
-    "TechnicalSupportReward",
-    "TrainingConfig",
-    "TrajectoryGroup",
-    "ValueFunction",
-    "__version__",
-    "get_config_for_task",
-    "get_search_space",
-    "quick_hpo",
-    "reward",
-    "reward_function",
-    "run",
-    "tool",
-    "train",
-    "train_with_gspo",
-]
+    "CONVERSATION_CONFIGS", "Agent", "AgentConfig", "CheckpointCallback", "CompositeReward", "ConcisenessReward",
+    "ConversationEnvironment", "ConversationMemory", "ConversationTurn", "CorrectnessReward",
+    "CustomerServiceReward", "DistributedTrainer", "EarlyStoppingCallback", "EngagementReward", "Env",
+    "Environment", "EnvironmentState", "Episode", "GSPOConfig", "HPOConfig", "HPOSummary", "HelpfulnessReward",
+    "Message", "MultiObjectiveReward", "MultiTurnAgent", "MultiTurnGRPOTrainer", "MultiTurnTrajectory",
+    "NeuralReward", "NeuralRewardTrainer", "Observation", "RewardFunction", "RewardResult", "Run", "RunConfig",
+    "SafetyReward", "SalesAssistantReward", "SimilarityAwareReward", "Step", "TRLGRPOTrainerWrapper", "Task",
+    "TaskCompletionReward", "TechnicalSupportReward", "TrainingConfig", "TrajectoryGroup", "ValueFunction",
+    "__version__", "get_config_for_task", "get_search_space", "quick_hpo", "reward", "reward_function", "run",
+    "tool", "train", "train_with_gspo",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
@@ -189,15 +110,15 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import PackageNotFoundError, version
 
         try:
-            found: Any = version("arborl")
-        except PackageNotFoundError:  # used from its sources, without having been installed
-            found = "0"
-    elif name in _HOMES:
-        found = getattr(importlib.import_module(_HOMES[name]), name)
+            value: Any = version("arborl")
+        except PackageNotFoundError:  # run from sources without installation
+            value = "0"
+    elif name in _MODULES:
+        value = getattr(importlib.import_module(_MODULES[name]), name)
     else:
         raise AttributeError(f"module 'arborl' has no attribute {name!r}")
-    globals()[name] = found
-    return found
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

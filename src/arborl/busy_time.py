@@ -1,4 +1,4 @@
-"""How long at least one call of a kind was under way."""
+"""Time during which at least one call was in progress."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import TracebackType
 
 
 class BusyTime:
-    """Seconds in which at least one caller is inside, those left out in which it is held.
+    """Seconds during which at least one caller is inside, without paused time.
 
     Example:
         with busy_time:
@@ -18,7 +18,7 @@ class BusyTime:
 
     def __init__(self, after: Callable[[], None] = lambda: None):
         self.after = after
-        """Called whenever somebody has been answered."""
+        """Called whenever a call ends."""
         self.inside, self.held = 0, False
         self.seconds, self.since = 0.0, time.perf_counter()
 
@@ -36,11 +36,12 @@ class BusyTime:
         self.after()
 
     def hold(self, held: bool) -> None:
-        """Whoever asks gets nothing meanwhile."""
+        """Pause or resume the count: calls make no progress meanwhile."""
         self._count()
         self.held = held
 
     def busy(self) -> float:
+        """Seconds since the last call."""
         self._count()
         seconds, self.seconds = self.seconds, 0.0
         return seconds

@@ -1,9 +1,8 @@
-"""What can go wrong, and where it is caught.
+"""Error types, deadlines, and conversion of errors.
 
-Four families. `ConfigError` ends a run before anything starts, with one line that says where, what and what to write
-instead. `RunStopped` ends one that has started and cannot work. An `EpisodeError` costs one episode: `boundary()`
-attributes it, once, to the border it crossed, and the runner turns it into a `Failure`. Everything else is a defect and
-propagates.
+Four families. `ConfigError` ends a run before it starts; its message states where, what, and what to write instead.
+`RunStopped` ends a run that cannot continue. `EpisodeError` fails one episode: `boundary()` attributes the error to a
+component, and the runner converts it to a `Failure`. All other exceptions are defects and propagate.
 """
 
 from __future__ import annotations
@@ -20,72 +19,72 @@ from typing import Any
 
 
 class ArborError(Exception):
-    """Root of everything Arbor raises on purpose."""
+    """Base class of all errors of Arbor."""
 
 
 class ConfigError(ArborError):
-    """The run as described cannot start."""
+    """The configuration is invalid; the run cannot start."""
 
 
-class UnknownName(ConfigError):
-    """A part was asked for by a name nobody has."""
+class UnknownPartError(ConfigError):
+    """A part has an unknown name."""
 
 
 class RunStopped(ArborError):
-    """The run goes on no more because there is no point in it; the message says why and what to do."""
+    """The run cannot continue; the message states why and what to do."""
 
 
-class LearnerLost(RunStopped):
-    """A rank of the learner is gone: what the run has learned since its last checkpoint is gone with it.
+class LearnerRankLost(RunStopped):
+    """A rank of the learner is lost, and with it all updates since the last checkpoint.
 
     Args:
-        what: who, and how: `learner rank 1 of 2 was killed by signal 9`.
-        again: whether whoever runs this can start the ranks anew.
+        what: which rank, and how: `learner rank 1 of 2 was killed by signal 9`.
+        again: whether the ranks can be restarted by this process.
     """
 
     def __init__(self, what: str, again: bool = False):
         super().__init__(what)
         self.what, self.again, self.counted = what, again, False
         self.since = ""
-        """Why the run does not go on by itself, where there is more to say."""
+        """Why the run does not resume automatically, as the end of a clause."""
 
     def __str__(self) -> str:
         if self.counted and self.again:
-            return f"{self.what}: all ranks are started anew"
+            return f"{self.what}: all ranks are restarted"
         return (
-            f"{self.what}: the run has stopped{self.since}. Go on from its last checkpoint with arborl train --resume "
+            f"{self.what}: the run has stopped{self.since}. Resume from its last checkpoint with arborl train --resume "
             "latest."
         )
 
 
-class CannotWrite(ConfigError):
-    """The disk is full, or the place is not ours to write. What was there before is as it was."""
+class DiskWriteError(ConfigError):
+    """A file cannot be written. Existing files are unchanged."""
 
 
-class EpisodeOver(ArborError):
-    """A limit ended the episode from inside; it has not failed. `stop` is a value of `arborl.types.Stop`."""
+class EpisodeLimitReached(ArborError):
+    """A limit ended the episode, which is not a failure. `stop` is a value of `arborl.types.StopReason`."""
 
     stop = "done"
 
 
-class ContextFull(EpisodeOver):
-    """The next prompt leaves no room to sample."""
+class ContextFull(EpisodeLimitReached):
+    """The next prompt leaves no room for a completion."""
 
     stop = "context_full"
 
 
-class MaxTurns(EpisodeOver):
-    """The agent used up its turns."""
+class MaxTurns(EpisodeLimitReached):
+    """The agent reached `max_turns`."""
 
     stop = "max_turns"
 
 
 class EngineError(ArborError):
-    """The engine refused or lost one request."""
+    """The engine rejected or lost a request."""
 
 
 class EpisodeError(ArborError):
-    """Costs one episode. `where` names the border that was crossed; the cause is chained."""
+    """Fails one episode. `where` names the component; the cause is chained."""
 
     def __init__(self, where: str, cause: BaseException):
         super().__init__(f"{where}: {type(cause).__name__}: {cause}")
@@ -101,12 +100,10 @@ class EpisodeError(ArborError):
 
 
 class boundary:
-    """Whatever fails inside belongs to `where`; with `seconds`, so does taking longer than that.
+    """Attribute errors inside to the component `where`; `seconds` is a deadline.
 
-    Somebody else's `sys.exit` is a failure of theirs too; `KeyboardInterrupt` is the user's and goes through. Time
-    spent in `queued()` is no part of it.
-
-    A class and no generator: every model call and environment step passes one.
+    `SystemExit` of a component is its failure; `KeyboardInterrupt` propagates. Time inside `paused_deadlines()` does
+    not count. A class is faster than a generator; every model call and environment step uses one.
 
     Example:
         async with boundary("tool 'search'", seconds=5):
@@ -135,26 +132,26 @@ class boundary:
             try:
                 await self.limit.__aexit__(kind, error, trace)
             except TimeoutError as expired:
-                struck = getattr(expired.__cause__, "__notes__", [self.where])[0]
-                whose = "" if struck == self.where else f"{self.where} "
-                raise EpisodeError(struck, TimeoutError(f"{whose}took longer than {self.seconds:g} s")) from expired
+                component = getattr(expired.__cause__, "__notes__", [self.where])[0]
+                whose = "" if component == self.where else f"{self.where} "
+                raise EpisodeError(component, TimeoutError(f"{whose}took longer than {self.seconds:g} s")) from expired
         if isinstance(error, asyncio.CancelledError):
             if self.where not in getattr(error, "__notes__", ()):
-                error.add_note(self.where)  # so that an outer deadline can say where it struck
-        elif isinstance(error, Exception | SystemExit) and not isinstance(error, EpisodeError | EpisodeOver):
-            raise EpisodeError(self.where, error) from error  # those two are attributed already, or no failure
+                error.add_note(self.where)  # for the message of an outer deadline
+        elif isinstance(error, Exception | SystemExit) and not isinstance(error, EpisodeError | EpisodeLimitReached):
+            raise EpisodeError(self.where, error) from error  # those two are attributed already, or not a failure
 
     def stop(self) -> None:
-        """Let the clock stand still; as often as it is stopped it must be started."""
+        """Pause the deadline; each call needs a call of `start`."""
         self.waiting += 1
         when = self.limit.when() if self.limit is not None else None
         if self.waiting == 1 and self.limit is not None and when is not None:
             self.left = when - self.loop.time()
-            with suppress(RuntimeError):  # it has struck
+            with suppress(RuntimeError):  # it has expired
                 self.limit.reschedule(None)
 
     def start(self) -> None:
-        """Let the clock go on."""
+        """Resume the deadline."""
         self.waiting -= 1
         if self.waiting == 0 and self.limit is not None:
             with suppress(RuntimeError):  # it is over
@@ -166,16 +163,16 @@ _clock: ContextVar[boundary | None] = ContextVar("clock", default=None)
 
 
 def current_deadline() -> tuple[str, float] | None:
-    """The innermost `boundary` with a deadline: whose it is, and how many seconds it allows."""
+    """Component and seconds of the innermost `boundary` with a deadline."""
     clock = _clock.get()
     return None if clock is None or clock.seconds is None else (clock.where, clock.seconds)
 
 
-class queued:
-    """Waiting for one's turn is nobody's fault: meanwhile the clocks of all boundaries around stand still.
+class paused_deadlines:
+    """Pause the deadlines of all surrounding boundaries, while a call waits in a queue.
 
-    Of several waits under one boundary the longest counts, so a clock runs only while nothing in it waits. For queues
-    that are sure to move on: whoever is at their front must have a deadline of its own.
+    A deadline is paused while at least one call inside it waits. The call at the front of the queue must have its own
+    deadline.
 
     Example:
         with queued():
@@ -188,7 +185,7 @@ class queued:
         self.stopped: list[boundary] = []
         clock, loop = _clock.get(), asyncio.get_running_loop()
         while clock is not None:
-            if clock.loop is loop:  # a context is copied into threads too, and their loops have clocks of their own
+            if clock.loop is loop:  # contexts are copied into threads, whose loops have their own deadlines
                 clock.stop()
                 self.stopped.append(clock)
             clock = clock.outer
@@ -199,34 +196,37 @@ class queued:
 
 
 @contextmanager
-def writing(path: object) -> Iterator[None]:
-    """What a disk refuses inside is one sentence: a full one must not look like a defect.
+def disk_errors(path: object) -> Iterator[None]:
+    """Convert errors of the disk to `DiskWriteError`.
 
-    Example:
-        with writing(path):
-            path.write_text("…")      # CannotWrite: runs/x/metrics.jsonl: cannot be written: No space left on device. …
-    """
+    Example: with writing(path): path.write_text("…")      # DiskWriteError: runs/x/metrics.jsonl: cannot be written: No
+    space left on device. …"""
     try:
         yield
     except Exception as error:
-        reason = disk_refusal(error)
-        if reason is None or isinstance(error, CannotWrite):
+        reason = disk_error_reason(error)
+        if reason is None or isinstance(error, DiskWriteError):
             raise
-        raise CannotWrite(
-            f"{path}: cannot be written: {reason}. Make room or give another folder; what was there is as it was."
+        raise DiskWriteError(
+            f"{path}: cannot be written: {reason}. Free space or write another folder; existing files are unchanged."
         ) from error
 
 
-def disk_refusal(error: BaseException) -> str | None:
-    """What the system said, where it was the system that refused; libraries wrap it in errors of their own."""
+def disk_error_reason(error: BaseException) -> str | None:
+    """The message of the operating system, if it caused the error; libraries wrap it."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
-    if told := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors
-        return os.strerror(int(told[1]))
-    return "the file could not be written whole" if "inline_container.cc" in str(error) else None  # torch.save
+    if match := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors
+        return os.strerror(int(match[1]))
+    return "the file could not be written completely" if "inline_container.cc" in str(error) else None  # torch.save
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?`, or nothing when no known name is near."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def printable(text: str) -> str:
+    """The text with control characters and surrogates escaped."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

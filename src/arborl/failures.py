@@ -1,4 +1,4 @@
-"""Failures by cause: which of them are the same one, how often it happened, and where in somebody's file it began."""
+"""Failures of episodes grouped by cause, with tracebacks reduced to the lines of user code."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from arborl.errors import printable
 from arborl.types import Episode, Failure
 
 FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+)')
@@ -24,11 +25,11 @@ FRAMEWORK = tuple(
         f"tools{os.sep}threads.py",
     )
 )  # fmt: skip
-"""Files that every call passes on its way to somebody's code."""
-MOST = 50
-"""Causes that are kept apart; what else happens is counted with the nearest of them."""
-LONG = 400
-"""Characters of a failure told in one line."""
+"""Files of the framework that every call to user code passes."""
+MAX_CAUSES = 50
+"""Distinct causes; further failures are counted with the most similar one."""
+MAX_LINE = 400
+"""Characters of a failure in one line."""
 LIBRARY = f"{Path(os.__file__).parent}{os.sep}"
 INSTALLED = ("site-packages", "dist-packages")
 CHAINS = (
@@ -38,19 +39,19 @@ CHAINS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
-    """Failures that are one: the same kind of exception from the same lines of the same part."""
+class FailureCause:
+    """Failures with the same component, exception type and lines."""
 
     failure: Failure
-    """The first of them, with its traceback."""
+    """The first one, with its traceback."""
     episode: str
-    """The id of the episode it was in."""
+    """Id of its episode."""
     when: str
-    """In which part of the run: `step 3`, `evaluation at step 0`."""
+    """Stage of the run: `step 3`, `evaluation at step 0`."""
     count: int = 1
 
     def __str__(self) -> str:
-        return f"{brief(self.failure)} ×{self.count} (first in episode {self.episode} of {self.when})"
+        return f"{one_line(self.failure)} ×{self.count} (first in episode {self.episode} of {self.when})"
 
 
 class Failures:
@@ -63,20 +64,20 @@ class Failures:
     """
 
     def __init__(self) -> None:
-        self.causes: dict[tuple[str, ...], Cause] = {}
+        self.causes: dict[tuple[str, ...], FailureCause] = {}
 
     def add(self, episodes: Iterable[Episode], when: str) -> None:
-        """Count those of these episodes that failed."""
+        """Count the failed episodes."""
         for episode in episodes:
             if episode.failure is not None:
-                key = cause_of(episode.failure)
-                if key not in self.causes and len(self.causes) >= MOST:
+                key = failure_key(episode.failure)
+                if key not in self.causes and len(self.causes) >= MAX_CAUSES:
                     key = max(self.causes, key=lambda other: _nearness(other, key))
-                known = self.causes.get(key, Cause(episode.failure, episode.id, when, 0))
+                known = self.causes.get(key, FailureCause(episode.failure, episode.id, when, 0))
                 self.causes[key] = dataclasses.replace(known, count=known.count + 1)
 
-    def __iter__(self) -> Iterator[Cause]:
-        """The commonest first."""
+    def __iter__(self) -> Iterator[FailureCause]:
+        """Most frequent first."""
         return iter(sorted(self.causes.values(), key=lambda cause: -cause.count))
 
     def __len__(self) -> int:
@@ -87,50 +88,45 @@ class Failures:
         return [dataclasses.asdict(cause) for cause in self]
 
     def load_state(self, state: Iterable[dict[str, Any]]) -> None:
-        """Go on counting from what `state` said."""
-        known = [Cause(**{**row, "failure": Failure(**row["failure"])}) for row in state]
-        self.causes = {cause_of(cause.failure): cause for cause in known}
+        """Restore the counts of `state`."""
+        known = [FailureCause(**{**row, "failure": Failure(**row["failure"])}) for row in state]
+        self.causes = {failure_key(cause.failure): cause for cause in known}
 
 
-class Firsts:
-    """Warns of the first failure of each cause and is silent about those like it, which are counted elsewhere."""
+class FirstFailureLogger:
+    """Logs a warning for the first failure of each cause; later ones are logged at debug level."""
 
     def __init__(self, log: logging.Logger):
-        self.log, self.told = log, set[tuple[str, ...]]()
+        self.log, self.logged = log, set[tuple[str, ...]]()
 
     def tell(self, episode: Episode) -> None:
-        """Say that the episode failed, unless one failed alike before."""
+        """Log the failure of the episode."""
         if episode.failure is None:
             return
-        key = cause_of(episode.failure)
-        level = logging.DEBUG if key in self.told or len(self.told) >= MOST else logging.WARNING
-        self.log.log(level, "episode %s failed and is left out: %s", episode.id, brief(episode.failure))
+        key = failure_key(episode.failure)
+        level = logging.DEBUG if key in self.logged or len(self.logged) >= MAX_CAUSES else logging.WARNING
+        self.log.log(level, "episode %s failed and is excluded: %s", episode.id, one_line(episode.failure))
         if level == logging.WARNING:
-            self.told.add(key)
-            self.log.info("where it failed:\n%s", printable(trimmed(episode.failure.traceback)))
+            self.logged.add(key)
+            self.log.info("where it failed:\n%s", printable(trim_traceback(episode.failure.traceback)))
 
 
-def brief(failure: Failure) -> str:
-    """A failure in one line, however much its message says."""
-    words = printable(" ".join(str(failure).split()))
-    return words if len(words) <= LONG else f"{words[: LONG - 1]}…"
-
-
-def printable(text: str) -> str:
-    """Text that any terminal takes: control characters and halves of characters are written out."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+def one_line(failure: Failure) -> str:
+    """A failure in one line of limited length."""
+    text = printable(" ".join(str(failure).split()))
+    return text if len(text) <= MAX_LINE else f"{text[: MAX_LINE - 1]}…"
 
 
 def _nearness(one: tuple[str, ...], other: tuple[str, ...]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
-def cause_of(failure: Failure) -> tuple[str, ...]:
-    """What failures of one cause share: part, exception and lines; where no lines are known, the words but for numbers.
+def failure_key(failure: Failure) -> tuple[str, ...]:
+    """Key of the cause: component, exception type and lines; without lines, the message without its numbers.
 
-    The message is no part of it where there are lines: it often names the task.
+    The message is not part of the key if there are lines: it often names the task.
     """
-    lines = _lines(trimmed(failure.traceback)) or _lines(failure.traceback)
+    lines = _lines(trim_traceback(failure.traceback)) or _lines(failure.traceback)
     words = () if lines else (re.sub(r"0x[0-9a-f]+|\d+", "#", failure.message),)
     return (failure.where, failure.kind, *dict.fromkeys(lines), *words)
 
@@ -139,20 +135,20 @@ def _lines(trace: str) -> list[str]:
     return [f"{found['file']}:{found['line']}" for row in trace.splitlines() if (found := FRAME.match(row))]
 
 
-def trimmed(trace: str) -> str:
-    """A traceback from the first line in somebody's own file on; without one, from where it leaves the framework.
+def trim_traceback(trace: str) -> str:
+    """The traceback from the first line of user code; without user code, from where it leaves the framework.
 
-    Of several (chained, or one from another process) those that never touch somebody's file are left out.
+    Of chained tracebacks those without user code are dropped.
     """
     blocks = [_Block(lines) for lines in _split(trace)]
-    kept = [block for block in blocks if block.touches(_theirs)] or blocks
+    kept = [block for block in blocks if block.contains(_is_user_code)] or blocks
     if kept[-1] is not blocks[-1]:
         kept[-1].tail = [row for row in kept[-1].tail if row not in CHAINS]
     return "\n".join("\n".join(block.lines()) for block in kept).strip("\n")
 
 
 class _Block:
-    """One traceback: its heading, frames, and what follows them."""
+    """One traceback: heading, frames, and the lines after them."""
 
     def __init__(self, lines: list[str]):
         self.head: list[str] = []
@@ -168,20 +164,20 @@ class _Block:
             else:
                 self.tail.append(row)
 
-    def touches(self, whose: Callable[[str], bool]) -> bool:
-        return any(whose(_file(frame)) for frame in self.frames)
+    def contains(self, matches: Callable[[str], bool]) -> bool:
+        return any(matches(_file(frame)) for frame in self.frames)
 
     def lines(self) -> list[str]:
-        """What is shown of it."""
-        whose = _theirs if self.touches(_theirs) else _of_a_part
-        begins = next((i for i, frame in enumerate(self.frames) if whose(_file(frame))), None)
+        """The lines that are kept."""
+        matches = _is_user_code if self.contains(_is_user_code) else _is_part_code
+        begins = next((i for i, frame in enumerate(self.frames) if matches(_file(frame))), None)
         if begins is None:
-            return self.tail if self.frames else self.head  # our own check of what somebody returned: its words say it
+            return self.tail if self.frames else self.head  # a check of a returned value: its message suffices
         return [*self.head, *(row for frame in self.frames[begins:] for row in frame), *self.tail]
 
 
 def _split(trace: str) -> list[list[str]]:
-    """The lines of each traceback; what stands between two belongs to the first."""
+    """The lines of each traceback; lines between two belong to the first."""
     parts: list[list[str]] = [[]]
     for row in trace.splitlines():
         if row == BEGINS and parts[-1]:
@@ -195,14 +191,14 @@ def _file(frame: list[str]) -> str:
     return found["file"] if found else ""
 
 
-def _theirs(file: str) -> bool:
-    return not file.startswith(HERE) and not _of_python(file)
+def _is_user_code(file: str) -> bool:
+    return not file.startswith(HERE) and not _is_python_code(file)
 
 
-def _of_a_part(file: str) -> bool:
-    """Of an environment, an agent, a tool that is ours."""
-    return not file.startswith(FRAMEWORK) and not _of_python(file)
+def _is_part_code(file: str) -> bool:
+    """Whether it is code of a part of the library: environment, agent, tool."""
+    return not file.startswith(FRAMEWORK) and not _is_python_code(file)
 
 
-def _of_python(file: str) -> bool:
+def _is_python_code(file: str) -> bool:
     return file.startswith((LIBRARY, "<frozen")) and not any(name in file for name in INSTALLED)

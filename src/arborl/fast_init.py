@@ -1,7 +1,7 @@
-"""A quicker `__init__` for frozen dataclasses with slots: an episode makes dozens of them for every turn.
+"""A faster `__init__` for frozen dataclasses with slots; an episode constructs dozens of them per turn.
 
-The one that `dataclass(frozen=True)` writes looks up `object.__setattr__` and the field's name for each field. This one
-calls the slots' own setters: 1.2 µs in place of 4.0 µs for the six fields of a `Message`.
+The generated `__init__` calls `object.__setattr__` for each field. This one calls the setters of the slots: 1.2 µs
+instead of 4.0 µs for the six fields of a `Message`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def fast_init(cls: type[T]) -> type[T]:
 
 
 def _default(field: Field[Any], names: dict[str, Any]) -> str:
-    """What the head of `__init__` says behind the name of a field."""
+    """The default of a field in the signature."""
     if field.default_factory is not MISSING:
         names[f"make_{field.name}"] = field.default_factory
         return " = MISSING"

@@ -1,6 +1,6 @@
-"""Parts by name: a short one from a literal table in the part's room, or `package.module:attribute`.
+"""Parts by name: a short name of a literal table, or `package.module:attribute`.
 
-Nothing registers itself on import: a table can be listed, and grepped, without importing what it names.
+Nothing registers itself on import; a table can be listed without importing its parts.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from arborl.errors import ConfigError, UnknownName, did_you_mean
+from arborl.errors import ConfigError, UnknownPartError, did_you_mean
 
-HANDED_IN = "object:"
-"""In front of the names of parts that were given as Python objects, and that nothing can be imported by."""
+OBJECT_PREFIX = "object:"
+"""Prefix of the names of Python objects that cannot be imported."""
 PART_NAME = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d][\w./\-]*)")
 
 
 def parse_part_name(text: str) -> tuple[str, str] | None:
     """Module and attribute of `package.module:attribute`; None of any other text.
 
-    Every import of a part goes through this function, and so does the check of a stranger's configuration. A text that
-    it refuses is never imported. Ids of Gymnasium, such as `package.module:Maze-v0`, are part names too.
+    All imports of parts and the trust check of configurations use this function; a text that it rejects is never
+    imported. Ids of Gymnasium, such as `package.module:Maze-v0`, are part names too.
 
     >>> parse_part_name("my_pkg.envs:Maze")
     ('my_pkg.envs', 'Maze')
@@ -35,29 +35,29 @@ def parse_part_name(text: str) -> tuple[str, str] | None:
     [None, None, None, None, None]
     """
     found = PART_NAME.fullmatch(text)
-    return None if found is None or text.startswith(HANDED_IN) else (found[1], found[2])
+    return None if found is None or text.startswith(OBJECT_PREFIX) else (found[1], found[2])
 
 
 class _CurrentFolder:
-    """Whether parts are also searched in the current folder; it is put on `sys.path` when the first part is loaded."""
+    """Whether parts are searched in the current folder; it joins `sys.path` when the first part is loaded."""
 
     searched = False
 
 
 def search_current_folder() -> None:
-    """Search parts in the current folder too, as `python -m` would. It joins `sys.path` only when a part is loaded, so
-    that a module there cannot take the place of one that a command imports before it has read its configuration."""
+    """Also search parts in the current folder, as `python -m` does. It joins `sys.path` only when a part is loaded, so
+    that a module there cannot shadow one that a command imports before it has checked its configuration."""
     _CurrentFolder.searched = True
 
 
 def add_current_folder() -> None:
-    """Put the current folder on `sys.path` now, where `search_current_folder` was called."""
+    """Add the current folder to `sys.path` if `search_current_folder` was called."""
     if _CurrentFolder.searched and "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
 
 class Registry(Mapping[str, Any]):
-    """Short name or `module:attribute` -> object.
+    """Maps a short name or `module:attribute` to an object.
 
     Example:
         ENVS = Registry("environment", {"frozen_lake": "arborl.envs.games.frozen_lake:FrozenLake"})
@@ -71,9 +71,9 @@ class Registry(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.table and ":" not in name:
-            raise UnknownName(
+            raise UnknownPartError(
                 f"no {self.kind} is called {name!r}.{did_you_mean(name, self.table)} "
-                f"Known: {', '.join(self.table)}; or give your own as 'package.module:attribute'."
+                f"Known: {', '.join(self.table)}; or write your own as 'package.module:attribute'."
             )
         return load(self.table.get(name, name), self.kind)
 
@@ -96,45 +96,53 @@ class Registry(Mapping[str, Any]):
 
 def load(path: str, kind: str = "object") -> Any:
     """Import `package.module:attribute`."""
-    if path.startswith(HANDED_IN):
-        attribute = path.removeprefix(HANDED_IN)
-        raise UnknownName(
-            f"the {kind} {attribute!r} was given to the run as a Python object that cannot be imported by a name. Go "
-            "on from Python with the object at hand (run.evaluate(), or arborl.run(resume=…)), or put it into a module "
-            f"and give 'package.module:{attribute}'."
+    if path.startswith(OBJECT_PREFIX):
+        attribute = path.removeprefix(OBJECT_PREFIX)
+        raise UnknownPartError(
+            f"the {kind} {attribute!r} was given to the run as a Python object that cannot be imported. Use the run "
+            "from Python with the object (run.evaluate(), or arborl.run(resume=…)), or put it into a module and write "
+            f"'package.module:{attribute}'."
         )
     parsed = parse_part_name(path)
     if parsed is None:
-        raise UnknownName(f"{path!r} (wanted as {kind}) is not a part's name. Write package.module:attribute.")
+        raise UnknownPartError(
+            f"{path!r} (wanted as {kind}) is not the name of a part. Write package.module:attribute."
+        )
     module_name, attribute = parsed
     if module_name.partition(".")[0] != "arborl":
         add_current_folder()
     try:
         found = importlib.import_module(module_name)
     except ImportError as error:
-        raise UnknownName(
+        raise UnknownPartError(
             f"cannot import {module_name!r} for the {kind} {path!r}: {error}. "
             "Is the package installed, or its folder on PYTHONPATH?"
         ) from error
     except Exception as error:
-        raise UnknownName(f"importing {module_name!r} for the {kind} {path!r} failed: {_told(error)}") from error
+        raise UnknownPartError(
+            f"importing {module_name!r} for the {kind} {path!r} failed: {_error_location(error)}"
+        ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             names = [name for name in vars(found) if not name.startswith("_")]
-            raise UnknownName(f"{module_name!r} has no {attribute!r} (wanted as {kind}).{did_you_mean(part, names)}")
+            raise UnknownPartError(
+                f"{module_name!r} has no {attribute!r} (wanted as {kind}).{did_you_mean(part, names)}"
+            )
         found = getattr(found, part)
         if inspect.ismodule(found):
-            raise UnknownName(f"{path!r} (wanted as {kind}): {part!r} is a module. Write {found.__name__}:ATTRIBUTE.")
-    if _is_pythons_own(found):
-        raise UnknownName(
-            f"{path!r} is Python's own, and no {kind}. Write a function or a class of your own around it."
+            raise UnknownPartError(
+                f"{path!r} (wanted as {kind}): {part!r} is a module. Write {found.__name__}:ATTRIBUTE."
+            )
+    if _is_standard_library(found):
+        raise UnknownPartError(
+            f"{path!r} is part of Python and not a {kind}. Write your own function or class around it."
         )
     return found
 
 
-def _is_pythons_own(found: Any) -> bool:
-    """Whether a function or class comes with Python. A module of one's own may have the name of one of Python's, so its
-    file decides."""
+def _is_standard_library(found: Any) -> bool:
+    """Whether a function or class belongs to the standard library, by its file: a user's module may have the same
+    name."""
     if not (inspect.isclass(found) or inspect.isroutine(found)):
         return False
     name = getattr(found, "__module__", None) or type(found).__module__
@@ -144,8 +152,8 @@ def _is_pythons_own(found: Any) -> bool:
     return file is None or Path(file).is_relative_to(sysconfig.get_path("stdlib"))
 
 
-def _told(error: Exception) -> str:
-    """What went wrong, and in which line."""
+def _error_location(error: Exception) -> str:
+    """The error and its file and line."""
     last = traceback.extract_tb(error.__traceback__)[-1:]
     where = [(Path(frame.filename).name, frame.lineno) for frame in last]
     if isinstance(error, SyntaxError):
@@ -155,7 +163,7 @@ def _told(error: Exception) -> str:
 
 
 def call_checked(part: Any, args: Mapping[str, Any], where: str) -> Any:
-    """`part(**args)`, where an argument it does not take is an error that lists what it takes."""
+    """Call `part(**args)`; an unknown argument is an error that lists the known ones."""
     check_arguments(part, args, where)
     try:
         return part(**args)
@@ -164,13 +172,12 @@ def call_checked(part: Any, args: Mapping[str, Any], where: str) -> Any:
 
 
 def check_arguments(part: Any, args: Mapping[str, Any], where: str) -> None:
-    """That `part` takes these arguments by name and has all that it needs; it is not called."""
+    """Raise ConfigError unless `part` accepts these arguments and none is missing; it is not called."""
     if not callable(part):
-        what = type(part).__name__
         raise ConfigError(
-            f"{where}: an object of {what} is there already; give the class, or a function that makes one."
+            f"{where}: is a {type(part).__name__} object. Write its class, or a function that returns one."
         )
-    bare = inspect.isclass(part) and part.__init__ is object.__init__  # whose signature says it takes anything
+    bare = inspect.isclass(part) and part.__init__ is object.__init__  # its signature accepts anything
     parameters = {} if bare else inspect.signature(part).parameters
     known = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -183,13 +190,13 @@ def check_arguments(part: Any, args: Mapping[str, Any], where: str) -> None:
             raise ConfigError(f"{where}.{name}: is missing. Write {where}.{name}=VALUE.")
 
 
-def short(name: str) -> str:
-    """What a part is called where its module does not matter: `package.module:Maze` -> `Maze`."""
+def short_name(name: str) -> str:
+    """The name without the module: `package.module:Maze` -> `Maze`."""
     return name.rpartition(":")[2]
 
 
-def unique(name: str, taken: Collection[str]) -> str:
-    """The name, or where it is taken `name-2`, `name-3`, …"""
+def unique_name(name: str, taken: Collection[str]) -> str:
+    """The name, or `name-2`, `name-3`, … if it is taken."""
     number, found = 1, name
     while found in taken:
         number += 1

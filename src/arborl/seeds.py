@@ -1,7 +1,7 @@
 """One seed decides the run: run -> step -> task -> episode -> (environment, sampling).
 
-A seed is derived from its parent and a path of names, by hashing; nothing draws from a shared stream, so no order of
-execution, number of workers or restart can change it.
+A seed is a hash of its parent and a path of names. There is no shared random stream, so execution order, number of
+workers and restarts do not change it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def derive(seed: int, *path: str | int) -> int:
-    """A seed for this place in the tree, 63 bits.
+    """A 63-bit seed for this path.
 
     Example:
         derive(7, "step", 3, "task", 1)      # the same on every machine, in every process
@@ -22,5 +22,5 @@ def derive(seed: int, *path: str | int) -> int:
 
 
 def generator(seed: int, *path: str | int) -> np.random.Generator:
-    """A fresh NumPy generator for this place in the tree."""
+    """A new NumPy generator for this path."""
     return np.random.Generator(np.random.Philox(derive(seed, *path)))

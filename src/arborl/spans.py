@@ -1,8 +1,7 @@
-"""Spans: what a run does, inside what, and for how long, told to OpenTelemetry; nothing at all where nobody listens.
+"""Tracing spans for OpenTelemetry and the timeline; almost free without a tracer.
 
-A step holds its episodes, an episode its model calls and tool calls. Each span has what is known of those around it:
-`arborl.run`, `arborl.step`, `arborl.episode`. Model and tool calls have OpenTelemetry's own names for what they share
-with those of others (`gen_ai.…`).
+A step contains its episodes, an episode its model calls and tool calls. Each span has the attributes of those around
+it: `arborl.run`, `arborl.step`, `arborl.episode`. Model and tool calls use OpenTelemetry's names (`gen_ai.…`).
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 _tracer: Any = None
-"""OpenTelemetry's; none where nobody listens."""
-_picture: Picture | None = None
-"""What draws spans as slices of time; none where nobody does."""
+"""Tracer of OpenTelemetry, if any."""
+_timeline: TimelineSink | None = None
+"""Timeline that records spans, if any."""
 _around: ContextVar[dict[str, Any] | None] = ContextVar("around", default=None)
-"""Attributes of the spans that the present one is in, for all inside."""
+"""Inherited attributes of the enclosing spans."""
 _unscored: dict[int, tuple[Any, Any, int]] = {}
-"""Episodes that wait for their reward: the episode, its span, and when it ended."""
+"""Episodes without rewards yet: episode, span, end time."""
 
 
-class Picture(Protocol):
-    """Draws work as slices of time, by kind; those at the same time on lines of their own."""
+class TimelineSink(Protocol):
+    """Records spans by kind; concurrent spans are on different lines."""
 
     def wanted(self, kind: str) -> bool: ...
 
@@ -33,35 +32,35 @@ class Picture(Protocol):
     def add(self, kind: str, name: str, began: float, ended: float, args: dict[str, Any], line: int = 0) -> None: ...
 
 
-def listen(tracer: Any) -> None:
-    """Tell this tracer from now on; none ends it."""
+def set_tracer(tracer: Any) -> None:
+    """Set the tracer; None removes it."""
     global _tracer
-    settle()
+    end_open_spans()
     _tracer = tracer
 
 
-def draw(picture: Picture | None) -> None:
-    """Draw spans here from now on; none ends it."""
-    global _picture
-    _picture = picture
+def set_timeline(timeline: TimelineSink | None) -> None:
+    """Set the timeline; None removes it."""
+    global _timeline
+    _timeline = timeline
 
 
-def drawn(kind: str, name: str, began: float, ended: float, **args: Any) -> None:
-    """Draw what has been done already, between two times of `time.time()`, by somebody who does one thing at a time."""
-    if _picture is not None and _picture.wanted(kind):
-        _picture.add(kind, name, began, ended, args)
+def add_to_timeline(kind: str, name: str, began: float, ended: float, **args: Any) -> None:
+    """Record finished sequential work between two times of `time.time()`."""
+    if _timeline is not None and _timeline.wanted(kind):
+        _timeline.add(kind, name, began, ended, args)
 
 
 def span(name: str, **attributes: Any) -> Span:
-    """A span around what follows; keywords with `__` for `.` are its attributes, and `inside_…` those of all in it too.
+    """A span. Keywords are attributes, with `__` for `.`; those with the prefix `inside_` are inherited by inner spans.
 
     Example:
-        with span("arborl.step", inside_arborl__step=3) as own:
-            own.note(arborl__reward=0.4)
+        with span("arborl.step", inside_arborl__step=3) as step:
+            step.note(arborl__reward=0.4)
     """
-    told = NOTHING if _tracer is None else _Told(name, attributes)
+    traced = NO_SPAN if _tracer is None else _TracedSpan(name, attributes)
     kind = KINDS.get(name) or ("tools" if name.startswith("execute_tool") else "others")
-    return _Drawn(told, _picture, kind, name) if _picture is not None and _picture.wanted(kind) else told
+    return _TimelineSpan(traced, _timeline, kind, name) if _timeline is not None and _timeline.wanted(kind) else traced
 
 
 KINDS = {
@@ -72,11 +71,11 @@ KINDS = {
     "arborl.episode": "rollout",
     "chat": "model calls",
 }
-"""Where in a picture a span is."""
+"""Row of the timeline by span name."""
 
 
 class Span:
-    """The span of nobody: costs two empty calls."""
+    """A span without tracer: two empty calls."""
 
     __slots__ = ()
 
@@ -89,22 +88,22 @@ class Span:
         return None
 
     def note(self, **attributes: Any) -> None:
-        """Add attributes; those that are none are left out."""
+        """Add attributes that are not None."""
 
     def fail(self, why: str) -> None:
-        """Mark as failed what does not raise: a tool's answer, an episode."""
+        """Mark the span as failed without an exception."""
 
-    def until_scored(self, episode: Any) -> None:
-        """End when `scored` is told of the episode, with the time of now."""
-
-
-NOTHING = Span()
+    def end_when_scored(self, episode: Any) -> None:
+        """End the span at the current time when `end_scored_spans` gets the episode."""
 
 
-class _Told(Span):
-    """A span that somebody listens to."""
+NO_SPAN = Span()
 
-    __slots__ = ("_held", "_inside", "_token", "attributes", "current", "name", "own")
+
+class _TracedSpan(Span):
+    """A span with a tracer."""
+
+    __slots__ = ("_held", "_inside", "_token", "attributes", "current", "name", "otel_span")
 
     def __init__(self, name: str, attributes: dict[str, Any]):
         self.name, self.attributes = name, attributes
@@ -118,8 +117,8 @@ class _Told(Span):
         plain = {_dotted(key): value for key, value in self.attributes.items() if not key.startswith("inside_")}
         around = {**(_around.get() or {}), **inside}
         self._token = _around.set(around)
-        self.own = _tracer.start_span(self.name, attributes=_known({**around, **plain}))
-        self.current = trace.use_span(self.own, record_exception=False, set_status_on_exception=False)
+        self.otel_span = _tracer.start_span(self.name, attributes=_known({**around, **plain}))
+        self.current = trace.use_span(self.otel_span, record_exception=False, set_status_on_exception=False)
         self.current.__enter__()
         return self
 
@@ -128,40 +127,40 @@ class _Told(Span):
     ) -> None:
         if error is not None:
             if isinstance(error, Exception):
-                self.own.record_exception(error)
+                self.otel_span.record_exception(error)
             self.fail(kind.__name__ if kind is not None else "")
         self.current.__exit__(None, None, None)
         if self._token is not None:
             _around.reset(self._token)
         if not self._held:
-            self.own.end()
+            self.otel_span.end()
 
     def note(self, **attributes: Any) -> None:
-        self.own.set_attributes(_known({_dotted(key): value for key, value in attributes.items()}))
+        self.otel_span.set_attributes(_known({_dotted(key): value for key, value in attributes.items()}))
 
     def fail(self, why: str) -> None:
         from opentelemetry.trace import Status, StatusCode
 
-        self.own.set_status(Status(StatusCode.ERROR, why))
-        self.own.set_attribute("error.type", why)
+        self.otel_span.set_status(Status(StatusCode.ERROR, why))
+        self.otel_span.set_attribute("error.type", why)
 
-    def until_scored(self, episode: Any) -> None:
+    def end_when_scored(self, episode: Any) -> None:
         self._held = True
-        _unscored[id(episode)] = episode, self.own, time.time_ns()
+        _unscored[id(episode)] = episode, self.otel_span, time.time_ns()
 
 
-class _Drawn(Span):
-    """A span that is drawn too."""
+class _TimelineSpan(Span):
+    """A span that is also recorded in the timeline."""
 
-    __slots__ = ("began", "kind", "line", "name", "notes", "picture", "told")
+    __slots__ = ("began", "kind", "line", "name", "notes", "timeline", "traced")
 
-    def __init__(self, told: Span, picture: Picture, kind: str, name: str):
-        self.told, self.picture, self.kind, self.name = told, picture, kind, name
+    def __init__(self, traced: Span, timeline: TimelineSink, kind: str, name: str):
+        self.traced, self.timeline, self.kind, self.name = traced, timeline, kind, name
         self.notes: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
-        self.told.__enter__()
-        self.began, self.line = time.time(), self.picture.take(self.kind)
+        self.traced.__enter__()
+        self.began, self.line = time.time(), self.timeline.take(self.kind)
         return self
 
     def __exit__(
@@ -169,40 +168,40 @@ class _Drawn(Span):
     ) -> None:
         if kind is not None:
             self.notes["error"] = kind.__name__
-        self.picture.add(self.kind, self.name, self.began, time.time(), self.notes, self.line)
-        self.told.__exit__(kind, error, trace)
+        self.timeline.add(self.kind, self.name, self.began, time.time(), self.notes, self.line)
+        self.traced.__exit__(kind, error, trace)
 
     def note(self, **attributes: Any) -> None:
         self.notes |= _known({_dotted(key): value for key, value in attributes.items()})
-        self.told.note(**attributes)
+        self.traced.note(**attributes)
 
     def fail(self, why: str) -> None:
         self.notes["error"] = why
-        self.told.fail(why)
+        self.traced.fail(why)
 
-    def until_scored(self, episode: Any) -> None:
+    def end_when_scored(self, episode: Any) -> None:
         self.notes["episode"] = episode.id
-        self.told.until_scored(episode)
+        self.traced.end_when_scored(episode)
 
 
-def scored(episodes: Iterable[Any]) -> None:
-    """These episodes have their rewards, or have failed for want of one."""
+def end_scored_spans(episodes: Iterable[Any]) -> None:
+    """End the spans of episodes that have rewards or failed."""
     if not _unscored:
         return
     for episode in episodes:
         held = _unscored.pop(id(episode), None)
         if held is not None:
-            _, own, ended = held
+            _, otel_span, ended = held
             if episode.failure is None:
-                own.set_attributes({"arborl.reward": float(episode.reward)})
-            own.end(end_time=ended)
+                otel_span.set_attributes({"arborl.reward": float(episode.reward)})
+            otel_span.end(end_time=ended)
 
 
-def settle() -> None:
-    """End the spans of episodes that nobody has scored."""
+def end_open_spans() -> None:
+    """End the spans of episodes without rewards."""
     while _unscored:
-        _, (_, own, ended) = _unscored.popitem()
-        own.end(end_time=ended)
+        _, (_, otel_span, ended) = _unscored.popitem()
+        otel_span.end(end_time=ended)
 
 
 def _dotted(key: str) -> str:

@@ -1,9 +1,8 @@
-"""Token ids that grow: every prompt of a conversation is the beginning of one line of ids, and a length.
+"""Immutable sequences of token ids that share memory with their extensions.
 
-A conversation of 80 turns has 80 prompts, each of which begins with the one before it. Written out they would grow with
-the square of its length. So ids are kept in a line that is only ever added to, and `Tokens` is a view of its beginning.
-Where one is extended from its line's end, or along what is there already, both share the line; else the extended one
-gets a line of its own.
+A conversation of 80 turns has 80 prompts, each a prefix of the next; copies would take quadratic memory. Ids are stored
+in an append-only buffer, and `Tokens` is a view of its beginning. An extension at the end of the buffer, or along ids
+that are already there, shares the buffer; any other extension gets a new one.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int32]
-SHOWN = 8
-"""Ids that are written out for people; of more, their number is."""
+MAX_REPR = 8
+"""Number of ids in `repr`."""
 _growing = Lock()
 
 
-class _Line:
-    """Ids that are added to at the end, and never changed. Room is made by moving to a larger array, so that whoever
-    looks at the old one goes on seeing what was there."""
+class _TokenBuffer:
+    """Append-only ids. Growing copies them to a larger array, so that views of the old one stay valid."""
 
     __slots__ = ("ids", "largest", "size")
 
@@ -43,17 +41,17 @@ class _Line:
         self.size = needed
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Line, (self.ids[: self.size], self.largest)
+        return _TokenBuffer, (self.ids[: self.size], self.largest)
 
 
 class Tokens(Sequence[int]):
-    """Token ids, as a tuple of them would be: equal to it, hashed like it, never changed.
+    """Token ids that behave like a tuple: equal to it, with the same hash, immutable.
 
-    What begins at the start is shared, however long: `tokens[:n]`, and `tokens + more`. Other slices are tuples.
+    `tokens[:n]` and `tokens + more` share memory. Other slices are tuples.
 
     Example:
         prompt = Tokens([1, 2, 3])
-        longer = prompt + (4, 5)      # costs two ids
+        longer = prompt + (4, 5)      # stores two ids
         longer[:3] == prompt == (1, 2, 3)
 
     Args:
@@ -63,23 +61,23 @@ class Tokens(Sequence[int]):
     __slots__ = ("_line", "_size")
 
     def __init__(self, ids: Sequence[int] = ()):
-        self._line: _Line = ids._line if isinstance(ids, Tokens) else _Line(*_read(ids))
+        self._line: _TokenBuffer = ids._line if isinstance(ids, Tokens) else _TokenBuffer(*_read(ids))
         self._size = len(ids)
 
     @classmethod
-    def _of(cls, line: _Line, size: int) -> Tokens:
+    def _of(cls, line: _TokenBuffer, size: int) -> Tokens:
         made = cls.__new__(cls)
         made._line, made._size = line, size
         return made
 
     @property
     def bound(self) -> int:
-        """No id is above it. It may be that of a later token of the line, so it is not always the largest of these."""
+        """Upper bound of the ids; it may be that of a later token of the buffer."""
         return self._line.largest
 
     @property
     def array(self) -> Ids:
-        """The ids, to be looked at only."""
+        """The ids as a read-only array."""
         seen = self._line.ids[: self._size]
         seen.flags.writeable = False
         return seen
@@ -99,19 +97,19 @@ class Tokens(Sequence[int]):
                 line.extend(ids[len(there) :], largest)
                 return Tokens._of(line, self._size + len(ids))
         longer = np.concatenate([line.ids[: self._size], ids])
-        return Tokens._of(_Line(longer, max(line.largest, largest)), self._size + len(ids))
+        return Tokens._of(_TokenBuffer(longer, max(line.largest, largest)), self._size + len(ids))
 
     def copy(self) -> Tokens:
-        """The same ids on a line of their own."""
-        return Tokens._of(_Line(self._line.ids[: self._size].copy(), self._line.largest), self._size)
+        """A copy in a new buffer."""
+        return Tokens._of(_TokenBuffer(self._line.ids[: self._size].copy(), self._line.largest), self._size)
 
     @property
     def line(self) -> object:
-        """Of two on the same line, the shorter is the beginning of the longer."""
+        """The buffer: of two `Tokens` with the same one, the shorter is a prefix of the longer."""
         return self._line
 
     def common(self, other: Tokens) -> int:
-        """How many ids both begin with."""
+        """Length of the common prefix."""
         size = min(self._size, other._size)
         if self._line is other._line:
             return size
@@ -119,11 +117,13 @@ class Tokens(Sequence[int]):
         return size if same.all() else int(same.argmin())
 
     def begins(self, other: Tokens) -> bool:
-        """Whether `other` begins with these."""
+        """Whether these ids are a prefix of `other`."""
         size = self._size
         if not size or self._line is other._line or size > other._size:
             return size <= other._size
-        return bool(self._line.ids[size - 1] == other._line.ids[size - 1]) and self.common(other) == size  # cheap first
+        return (
+            bool(self._line.ids[size - 1] == other._line.ids[size - 1]) and self.common(other) == size
+        )  # cheap check first
 
     def __len__(self) -> int:
         return self._size
@@ -165,23 +165,23 @@ class Tokens(Sequence[int]):
         return hash(tuple(self))
 
     def __repr__(self) -> str:
-        ids = ", ".join(map(str, self[:SHOWN]))
-        return f"Tokens([{ids}])" if self._size <= SHOWN else f"Tokens([{ids}, …], {self._size} of them)"
+        ids = ", ".join(map(str, self[:MAX_REPR]))
+        return f"Tokens([{ids}])" if self._size <= MAX_REPR else f"Tokens([{ids}, …], {self._size} of them)"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Tokens._of, (self._line, self._size)  # those of one line are sent with it once
+        return Tokens._of, (self._line, self._size)  # the buffer is pickled once for all its views
 
 
 def _read(ids: Sequence[int]) -> tuple[Ids, int]:
-    """The ids as an array, and a number that none is above."""
+    """The ids as an array, and an upper bound of them."""
     if isinstance(ids, Tokens):
         return ids.array, ids.bound
     if isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in "iu":
         largest = int(ids.astype(np.uint64, copy=False).max(initial=0)) if len(ids) else -1
-        if largest < 2**31:  # a negative one becomes very large
+        if largest < 2**31:  # negative ids become very large
             return ids.astype(np.int32), largest
     try:
-        found = array("I", ids)  # refuses all but whole numbers from 0 on
+        found = array("I", ids)  # accepts whole numbers >= 0 only
         largest = max(found, default=-1)
         if largest < 2**31 and bool not in map(type, ids):
             return np.frombuffer(found, dtype=np.int32), largest

@@ -1,7 +1,7 @@
-"""The nouns of Arbor: plain records that every room shares.
+"""The data model of all packages.
 
-Frozen, slotted, no torch, no I/O. Agents exchange `Message`s; what crossed the line between program and model is a
-`Call`; calls of all attempts at a `Task` are a `Group`, their tokens a `TokenTree`, a sampled one a row of `Terms`.
+Frozen, slotted, no torch, no I/O. Agents exchange `Message`s; a model call is a `Call`; the episodes of a `Task` are a
+`Group`, their tokens a `TokenTree`, and each sampled token is a row of `Terms`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from arborl.fast_init import fast_init
 from arborl.tokens import Tokens
 
 Metrics = dict[str, float]
-"""Names are `room/what`; values are plain numbers."""
+"""Names are `package/quantity`; values are numbers."""
 Role = Literal["system", "user", "assistant", "tool"]
 
 
-class Finish(StrEnum):
+class FinishReason(StrEnum):
     """Why the engine stopped sampling one completion."""
 
     STOP = "stop"
@@ -32,25 +32,25 @@ class Finish(StrEnum):
     ABORT = "abort"
 
 
-class Stop(StrEnum):
-    """Why an episode ended; one list for environments, agents, metrics and people."""
+class StopReason(StrEnum):
+    """Why an episode ended."""
 
     DONE = "done"
-    """The environment reached a terminal state, or the agent gave its answer."""
+    """The environment reached a terminal state, or the agent answered."""
     TRUNCATED = "truncated"
-    """The environment cut the episode short (its own step limit)."""
+    """The environment truncated the episode (its step limit)."""
     MAX_TURNS = "max_turns"
     CONTEXT_FULL = "context_full"
-    """The next prompt would not fit the model's context."""
+    """The next prompt does not fit the context."""
     TIMEOUT = "timeout"
-    """The episode passed its deadline."""
+    """The episode exceeded its deadline."""
     ERROR = "error"
-    """Something broke; `Episode.failure` says what and where."""
+    """An error; see `Episode.failure`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call the model wrote. One that did not parse is still a call, with its `error`."""
+    """A tool call of the model. A call that could not be parsed has an `error`."""
 
     id: str
     name: str
@@ -60,7 +60,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """What the model is told about a tool; `parameters` is a JSON schema."""
+    """Description of a tool for the model; `parameters` is a JSON schema."""
 
     name: str
     description: str
@@ -69,7 +69,7 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool answered. A failure is a result too: the model reads `content` either way."""
+    """Result of a tool call. The model reads `content`, also of a failure."""
 
     content: str
     ok: bool = True
@@ -81,10 +81,10 @@ class ToolResult:
 @fast_init
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message in OpenAI's shape.
+    """One message in OpenAI's format.
 
-    A sampled assistant message keeps its text exactly as sampled in `content` (without the stop token); `tool_calls`
-    is then what a parser read out of that text. Messages written by hand may have `tool_calls` and no text.
+    A sampled assistant message has its exact text in `content` (without the stop token); `tool_calls` are parsed from
+    it. Messages written by hand may have `tool_calls` and no text.
     """
 
     role: Role
@@ -93,25 +93,25 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
     sampled: bool = False
-    """True when `content` is what the model wrote, so a template must be given the text and not the parsed calls."""
+    """Whether `content` was sampled: a template then renders the text, not the parsed calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The data half of a problem. Everything random about it comes from `seed`."""
+    """One problem as data. All its randomness comes from `seed`."""
 
     id: str
     messages: tuple[Message, ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Dataset columns (answer, document, …); they reach rewards, tools and environments by name."""
+    """Columns of the data set (answer, document, …); passed to rewards, tools and environments by name."""
     source: str = ""
     agent: str | None = None
     env: str | None = None
     seed: int = 0
 
 
-class Drawn(NamedTuple):
-    """The distribution tokens are drawn from, as far as it is not the model's; see `Sampling`."""
+class SamplingDistribution(NamedTuple):
+    """Settings of `Sampling` that change the distribution of tokens."""
 
     temperature: float
     top_k: int
@@ -122,112 +122,112 @@ class Drawn(NamedTuple):
 @fast_init
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to draw tokens. `temperature=0` takes the likeliest token."""
+    """Sampling parameters. `temperature=0` is greedy."""
 
     max_tokens: int = 64
     temperature: float = 1.0
     seed: int = 0
-    """Decides this request's randomness, together with the position of each token; neighbours do not matter."""
+    """With the position of a token, determines its randomness; other requests do not matter."""
     stop: tuple[int, ...] = ()
-    """Token ids that end the completion; the one sampled is part of it."""
+    """Token ids that end the completion and are part of it."""
     stop_texts: tuple[str, ...] = ()
-    """Texts that end the completion as soon as they have been written; they are part of it."""
+    """Stop strings; they are part of the completion."""
     top_k: int = 0
-    """Draw from the k likeliest tokens only; 0 from all."""
+    """Sample from the k most likely tokens; 0 for all."""
     top_p: float = 1.0
-    """Draw from the fewest tokens that hold this much of the probability."""
+    """Sample from the smallest set of tokens with this total probability."""
     min_p: float = 0.0
-    """Draw from tokens at least this many times as likely as the likeliest."""
+    """Sample from tokens with at least this probability relative to the most likely one."""
     seconds: float | None = None
-    """The completion ends after this long, with whatever has been sampled."""
+    """Timeout of the completion; the tokens so far are kept."""
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens cannot be drawn."""
+        """Whether some tokens have probability 0."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
-    def drawn(self) -> Drawn:
-        """What decides the distribution; the rest decides where it ends."""
-        return Drawn(self.temperature, self.top_k, self.top_p, self.min_p)
+    def drawn(self) -> SamplingDistribution:
+        """The settings that determine the distribution."""
+        return SamplingDistribution(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
-GIVEN = -1
-"""The version of what no policy sampled: it was given."""
+NOT_SAMPLED = -1
+"""Policy version of tokens that were not sampled (demonstrations, offline rows)."""
 
 
 @fast_init
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine sampled."""
+    """The sampled tokens of one model call."""
 
     tokens: tuple[int, ...]
-    """Exactly what was sampled, the stop token included."""
+    """Sampled token ids with the stop token."""
     logprobs: tuple[float, ...]
-    """Log-probability of each token under the distribution it was drawn from."""
-    finish: Finish
+    """Log-probability of each token under the sampling distribution."""
+    finish: FinishReason
     version: int = 0
-    """Of the weights that sampled its last token; `GIVEN` where none did, and its log-probabilities are NaN."""
+    """Policy version of the last token; `NOT_SAMPLED` if given, with NaN log-probabilities."""
     seconds: float = 0.0
     versions: tuple[int, ...] = ()
-    """Of each token, where weights changed on the way; else none, and all have `version`."""
+    """Policy version of each token if weights changed meanwhile; else empty, and all have `version`."""
 
     def __post_init__(self) -> None:
-        for what, own in (("log-probabilities", self.logprobs), ("versions", self.versions or self.tokens)):
-            if len(self.tokens) != len(own):
-                raise ValueError(f"{len(self.tokens)} tokens but {len(own)} {what} in one completion")
+        for what, column in (("log-probabilities", self.logprobs), ("versions", self.versions or self.tokens)):
+            if len(self.tokens) != len(column):
+                raise ValueError(f"{len(self.tokens)} tokens but {len(column)} {what} in one completion")
 
     @property
     def oldest(self) -> int:
-        """The oldest version that sampled one of its tokens."""
+        """The oldest policy version of its tokens."""
         return min(self.versions, default=self.version)
 
 
 @fast_init
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One model call, exactly as it happened: the ids the engine was given and what it sampled."""
+    """One model call: prompt token ids and completion."""
 
     prompt: Sequence[int]
-    """Of a recorded call `Tokens`: a line of ids, shared with the calls that go on from it, and a length."""
+    """`Tokens` for recorded calls: memory is shared with calls that extend it."""
     completion: Completion
     turn: int  # index of the agent's turn this call served
     trained: bool = True
-    """Whether its tokens become loss terms; not, where an agent says that they are not its own doing."""
+    """Whether its tokens become loss terms."""
     messages: tuple[Message, ...] = ()
-    """What the agent asked with: for people to read. Training looks at the ids alone."""
+    """The messages of the prompt, for display. Training uses token ids only."""
     reply: Message | None = None
-    """What was read out of the completion: its text, and the tool calls in it."""
-    drawn: Drawn | None = None
-    """The distribution its tokens are from, where that is not the run's."""
-    rivals: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """Of each sampled token the likeliest others with their log-probabilities, where asked for: for people to read."""
+    """The parsed completion: text and tool calls."""
+    drawn: SamplingDistribution | None = None
+    """The sampling distribution if it is not that of the run."""
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """Most likely other tokens with log-probabilities for each sampled token, for display."""
 
     @property
     def whole(self) -> Tokens:
-        """The prompt and what was sampled behind it."""
+        """Prompt and completion."""
         return Tokens(self.prompt) + self.completion.tokens
 
 
 @fast_init
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One step of the agent: its message and the environment's answer."""
+    """One step of the agent: its message and the observation."""
 
     message: Message
     observation: tuple[Message, ...] = ()
     reward: float = 0.0
     state_key: str = ""
-    """Names the environment's state *before* the message, for algorithms that compare equal states."""
+    """Key of the state *before* the message, for algorithms that compare equal states."""
     info: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What broke, as data: it crosses processes and is written to files."""
+    """An error as data, for other processes and files."""
 
     where: str
-    """The border it crossed, by name: `environment 'frozen_lake'`, `tool 'search'`, `reward 'exact'`."""
+    """Component: `environment 'frozen_lake'`, `tool 'search'`, `reward 'exact'`."""
     kind: str  # exception type, or `timeout`
     message: str
     traceback: str = ""
@@ -238,39 +238,39 @@ class Failure:
 
 @dataclass(slots=True)
 class Episode:
-    """One attempt at a task. Filled while it runs and while it is scored; not changed afterwards."""
+    """One attempt at a task. Not changed after it is scored."""
 
     id: str
     task: Task
     seed: int = 0
-    """Decides the environment's chance and the sampling; with `task` and the messages it replays the episode."""
-    opening: tuple[Message, ...] = ()  # what the environment said at the start
+    """Seed of environment and sampling; with `task` and the messages it replays the episode."""
+    opening: tuple[Message, ...] = ()  # first observation
     turns: list[Turn] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
-    stop: Stop = Stop.DONE
+    stop: StopReason = StopReason.DONE
     rewards: dict[str, float] = field(default_factory=dict)
-    """By name, weights already applied; `reward` is their sum."""
+    """Weighted rewards by name; `reward` is their sum."""
     metrics: Metrics = field(default_factory=dict)
     failure: Failure | None = None
     seconds: float = 0.0
     judged: bool = field(default=False, compare=False)
-    """Whether every reward has been asked about it; rewards that compare a group's episodes have yet to."""
+    """Whether all rewards of single episodes are computed; rewards of groups follow."""
     weight: float = 1.0
-    """Of its loss, beside others', where a given row says so; 0 is looked at and not learned from."""
+    """Weight of its loss, from an offline row; 0 is evaluated and not trained."""
     turn_weight: float = 0.0
-    """What the turns' own rewards count in `rewards`: the weight of `env`, 0 where it is not asked for."""
+    """Weight of the rewards of turns in `rewards`: that of `env`, else 0."""
 
     def fail(self, error: EpisodeError) -> Failure:
-        """Mark the episode as failed. It keeps what was recorded, and no reward: half a sum would be none."""
+        """Mark the episode as failed. Its calls stay, its rewards are removed."""
         trace = "".join(traceback.format_exception(error.cause))
         self.failure = Failure(error.where, error.kind, str(error.cause), trace)
-        self.stop = Stop.TIMEOUT if error.kind == "timeout" else Stop.ERROR
+        self.stop = StopReason.TIMEOUT if error.kind == "timeout" else StopReason.ERROR
         self.rewards.clear()
         return self.failure
 
     @property
     def reward(self) -> float:
-        """The number the algorithm learns from."""
+        """The sum of `rewards`."""
         return sum(self.rewards.values())
 
     @property
@@ -280,17 +280,18 @@ class Episode:
 
     @property
     def branches(self) -> list[int]:
-        """The branch of each call, in order of their last calls: one that goes on from another's end is in its branch.
+        """The branch of each call; branches are numbered by their last calls. A call that extends another is in its
+        branch.
 
-        Example (the second call forgets the first, the third goes on from the second):
+        Example (the second call does not extend the first, the third extends the second):
             [1 | 2], [1 | 3], [1 3 9 | 4]   ->   0 1 1
         """
         tips: list[tuple[Tokens, int]] = []
         found: list[int] = []
         for call in self.calls:
             prompt, whole = Tokens(call.prompt), call.whole
-            begun = [(tip, branch) for tip, branch in tips if tip.begins(prompt)]
-            origin, branch = max(begun, key=lambda one: len(one[0]), default=(None, len(set(found))))
+            extended = [(tip, branch) for tip, branch in tips if tip.begins(prompt)]
+            origin, branch = max(extended, key=lambda one: len(one[0]), default=(None, len(set(found))))
             found.append(branch)
             tips = [one for one in tips if one[0] is not origin and one[0] != whole]
             tips.append((whole, branch))
@@ -299,9 +300,9 @@ class Episode:
         return [latest.index(branch) for branch in found]
 
     @property
-    def given(self) -> bool:
-        """Whether what was said in it was given, and no policy's doing."""
-        return bool(self.calls) and all(call.completion.version == GIVEN for call in self.calls)
+    def is_offline(self) -> bool:
+        """Whether no call was sampled."""
+        return bool(self.calls) and all(call.completion.version == NOT_SAMPLED for call in self.calls)
 
     @property
     def sampled(self) -> int:
@@ -316,15 +317,15 @@ class Group:
     task: Task
     episodes: list[Episode]
     greedy: float | None = None
-    """Reward of one extra episode played at temperature 0, which is not trained; a baseline for who asks for it."""
+    """Reward of one additional greedy episode that is not trained: the baseline of ReMax."""
 
     @property
-    def survivors(self) -> list[Episode]:
-        """Episodes that count: a failed one leaves the baseline and the loss together."""
+    def valid_episodes(self) -> list[Episode]:
+        """Episodes without a failure; failed ones are excluded from baseline and loss."""
         return [episode for episode in self.episodes if episode.failure is None]
 
 
-# ------------------------------------------------------------------------------------------------ what is learned
+# ------------------------------------------------------------------------------------------------ training data
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -334,8 +335,8 @@ Floats = NDArray[np.float64]
 class TokenTree:
     """The unique tokens of a group in depth-first order.
 
-    Token `q` sees token `k` exactly when `k <= q < end[k]`, and its position id is `depth[q]`. Two trees laid end
-    to end (the second's `end` shifted by the first's length) are again such a tree, so packing needs no other rule.
+    Token `q` attends to token `k` iff `k <= q < end[k]`, and its position id is `depth[q]`. Two concatenated
+    trees (with `end` of the second shifted) are again such a tree, so packing needs no other rule.
     """
 
     tokens: Ints
@@ -352,39 +353,39 @@ class Terms:
 
     tree: Ints  # index of the tree the token lives in
     position: Ints
-    """Index in that tree of the token whose output predicts this one."""
+    """Index in that tree of the predicting token."""
     token: Ints
     logprob: Floats
-    """Under the policy that sampled it; NaN where it was given."""
+    """Log-probability under the sampling policy; NaN if not sampled."""
     advantage: Floats
     weight: Floats
-    """Share of this term in the step's loss; the loss is the weighted sum, whatever the split into micro-batches."""
+    """Weight in the loss of the step, which is the weighted sum over all micro-batches."""
     episode: Ints
-    """Counts the episodes of the whole batch, 0, 1, 2, …"""
-    call: Ints  # counts the calls of the whole batch
+    """Number of the episode in the batch."""
+    call: Ints  # number of the call in the batch
     turn: Ints  # the turn within its episode
     version: Ints
-    """Of the weights that sampled it; `GIVEN` where none did."""
+    """Policy version; `NOT_SAMPLED` if given."""
     proximal: Floats
-    """Log-probability under the weights as they were when this update began; NaN where not known, as in all below."""
+    """Log-probability under the weights at the start of the update; NaN if unknown, like all below."""
     reference: Floats
-    """Log-probability under the frozen reference policy."""
+    """Log-probability under the reference model."""
     value: Floats
-    """The critic's estimate at the predicting position, before the update."""
+    """Value estimate at the predicting position, before the update."""
     target: Floats
-    """What the critic should have said there, or KTO's reference point; filled by credit."""
+    """Target of the value, or the reference point of KTO."""
     after: Floats
-    """The critic's estimate of what follows this token, where it is the last of an episode that was cut short."""
+    """Value estimate after this token, if it is the last of a truncated episode."""
     teacher: Floats  # log-probability under the teacher
     drawn: Floats | None = None
-    """How each was drawn, a row of `Drawn` each; NaN where, and none if everywhere, as the run draws."""
-    place: Ints | None = None  # its row when the batch was planted, whatever was picked since
+    """Rows of `SamplingDistribution`; NaN for that of the run; None if all are."""
+    place: Ints | None = None  # row in the whole batch
 
     def __len__(self) -> int:
         return len(self.token)
 
     def pick(self, rows: NDArray[Any]) -> Terms:
-        """The same columns, only these rows."""
+        """The terms of these rows."""
         columns: Iterator[Any] = (getattr(self, name) for name in self.__slots__)
         picked: Iterator[Any] = (None if column is None else column[rows] for column in columns)
         return Terms(*picked)
@@ -392,9 +393,9 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """A batch for the learner: one tree a group, and the terms of all of them."""
+    """A batch of the learner: one tree per group, and the terms of all trees."""
 
     trees: tuple[TokenTree, ...]
     terms: Terms
     raw_tokens: int
-    """Tokens that one row per branch would have run; `sum(len(tree))` over this is the share that is computed."""
+    """Number of tokens without shared prefixes."""

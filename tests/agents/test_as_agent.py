@@ -7,10 +7,10 @@ import inspect
 
 import pytest
 
-from arborl.config.load import load
+from arborl.config.load_config import load
 from arborl.errors import ConfigError
+from arborl.training_run.part_factory import RunPartFactory
 from arborl.types import Task
-from arborl.workshop import Workshop
 
 
 class Good:
@@ -66,7 +66,7 @@ async def yields(task, env, model):
 
 
 def cast(agent):
-    return Workshop(load(None, ["agent=mine"]), {"mine": agent}).cast()
+    return RunPartFactory(load(None, ["agent=mine"]), {"mine": agent}).cast()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from arborl.agents import AGENTS
 from arborl.agents.context.managed_conversation import SUMMARY_REQUEST, ContextPolicy
 from arborl.agents.context.statelm import StateLM
 from arborl.chat import HermesParser, Renderer, Template
-from arborl.config.load import from_kwargs
+from arborl.config.load_config import from_kwargs
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.games.conversation import Conversation
@@ -28,8 +28,8 @@ from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.rollout.token_trees import build_token_trees
 from arborl.tools import tool
 from arborl.track.jsonl import read_metrics
-from arborl.types import Group, Message, Sampling, Stop, Task
-from arborl.workshop import Workshop, replies
+from arborl.training_run.part_factory import RunPartFactory, replies
+from arborl.types import Group, Message, Sampling, StopReason, Task
 
 SYSTEM = "Be kind."
 SUMMARY = "They said much."
@@ -124,7 +124,7 @@ def newest(call):
 @pytest.mark.parametrize("name", SAYS)
 def test_every_sampled_token_is_one_loss_term_in_the_context_it_was_sampled_in(renderer, name, policy):
     episode = play(renderer, name, POLICIES[policy])
-    assert episode.stop == Stop.DONE
+    assert episode.stop == StopReason.DONE
     assert len(set(episode.branches)) > 1  # it was compressed
     forest = build_token_trees([Group(episode.task, [episode])])
     assert forest.terms.token.tolist() == [token for call in episode.calls for token in call.completion.tokens]
@@ -174,7 +174,7 @@ def test_an_answer_is_never_shown_without_its_call(renderer, name, policy):
 @pytest.mark.parametrize("name", SAYS)
 def test_without_a_policy_an_agent_shows_all_and_ends_when_it_is_full(renderer, name):
     episode = play(renderer, name, None, env=Talker(20))
-    assert episode.stop == Stop.CONTEXT_FULL
+    assert episode.stop == StopReason.CONTEXT_FULL
     assert set(episode.branches) == {0}
     assert not any(metric.startswith("context/") for metric in episode.metrics)
 
@@ -229,13 +229,13 @@ def test_the_newest_message_stays_in_view_while_tools_are_called_for_it(renderer
     second = [call for call in episode.calls if call.turn == 1]
     assert sum(map(asks_for_summary, second)) > 1
     assert all(newest(call) == 1 for call in second[1:])
-    assert episode.stop == Stop.DONE
+    assert episode.stop == StopReason.DONE
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_message_that_is_too_long_by_itself_ends_the_episode_and_says_so(renderer, policy):
     episode = play(renderer, "chat", POLICIES[policy], env=Talker(huge=3))
-    assert episode.stop == Stop.CONTEXT_FULL
+    assert episode.stop == StopReason.CONTEXT_FULL
     assert episode.metrics["context/exceeded"] == 1
     assert len(episode.turns) == 3
 
@@ -254,7 +254,7 @@ def test_a_tool_result_that_is_too_long_ends_the_episode_and_is_not_torn_from_it
         rollout = Rollout(engine, renderer, cast, Sampling(24), EpisodeLimits(max_context=520), concurrency=1)
         episode = asyncio.run(rollout.play(Task("t"), 0, "t#0"))
         assert episode.failure is None
-        assert episode.stop == Stop.CONTEXT_FULL
+        assert episode.stop == StopReason.CONTEXT_FULL
         assert episode.metrics["context/exceeded"] == 1
 
 
@@ -262,14 +262,14 @@ def test_a_window_hardly_larger_than_the_system_prompt_ends_cleanly(renderer):
     for window in range(26, 200, 7):
         for policy in POLICIES.values():
             episode = play(renderer, "chat", policy, env=Talker(4, words=1), window=window, tokens=8)
-            assert episode.stop in (Stop.CONTEXT_FULL, Stop.DONE)
+            assert episode.stop in (StopReason.CONTEXT_FULL, StopReason.DONE)
             assert all(len(c.prompt) + len(c.completion.tokens) <= window for c in episode.calls)
 
 
 def test_many_small_turns_go_on_for_ever(renderer):
     for policy in POLICIES.values():
         episode = play(renderer, "chat", policy, env=Talker(30, words=0), window=200, tokens=8)
-        assert episode.stop == Stop.DONE
+        assert episode.stop == StopReason.DONE
         assert len(episode.turns) == 30
 
 
@@ -308,7 +308,7 @@ def test_a_policy_is_given_to_every_agent_that_takes_one_and_by_source():
         "c": {"env": "documents", "agent": "statelm", "context": {"policy": "window", "window": 4}},
     }
     config = from_kwargs(context={"policy": "summary", "compress_at": 0.6}, data={"sources": sources})
-    cast = Workshop(config, {}).cast()
+    cast = RunPartFactory(config, {}).cast()
     run, a, b, c = (cast.agent(Task("t", source=name)) for name in ("", "a", "b", "c"))
     assert run.context == a.context == ContextPolicy("summary", compress_at=0.6)
     assert b.context is None
@@ -339,10 +339,10 @@ def test_an_agent_that_takes_no_policy_is_refused_before_anything_starts():
     for agent in ("step", f"{__name__}:mine"):
         objects = {f"{__name__}:mine": mine}
         with pytest.raises(ConfigError, match=f"context.policy=window with agent={agent}"):
-            Workshop(from_kwargs(agent=agent, context="window"), objects).cast()
+            RunPartFactory(from_kwargs(agent=agent, context="window"), objects).cast()
     both = from_kwargs(env="documents", agent={"name": "statelm", "args": {"policy": "none"}}, context="window")
     with pytest.raises(ConfigError, match=r"policy=none and context\.policy=window"):
-        Workshop(both, {}).cast()
+        RunPartFactory(both, {}).cast()
 
 
 def test_an_episode_is_the_same_when_it_is_played_again_and_beside_others(renderer):
@@ -381,4 +381,4 @@ def test_a_compressed_run_that_was_stopped_and_resumed_ends_as_one_that_was_not(
     (*_, numbers) = read_metrics(whole / "metrics.jsonl")
     assert numbers["episode/context/folded"] > 0
     assert numbers["learner/terms"] == 8 * numbers["episode/sampled"]
-    assert numbers["policy/rollout_gap_max"] < 1e-4
+    assert numbers["policy/logprob_diff_max"] < 1e-4

@@ -32,7 +32,7 @@ from arborl.rollout.recorder import EpisodeLimits
 from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.rollout.token_trees import build_token_trees
 from arborl.tools.library.context.chunks import Index
-from arborl.types import Group, Message, Sampling, Stop, Task
+from arborl.types import Group, Message, Sampling, StopReason, Task
 from arborl.view.context_length import lengths as context_lengths
 
 TEMPLATES = Path(__file__).parent.parent / "fixtures" / "templates"
@@ -141,7 +141,7 @@ def test_the_prompt_shrinks_where_something_was_deleted_and_never_passes_the_win
 
 def test_finish_is_the_answer_and_ends_the_episode(renderer):
     (episode,) = play(renderer, [READ, DONE]).episodes
-    assert episode.stop == Stop.DONE
+    assert episode.stop == StopReason.DONE
     assert episode.answer == "Oslo"
     assert episode.metrics["context/finished"] == 1.0
     assert len(episode.calls) == 2
@@ -155,10 +155,10 @@ def test_words_without_a_call_go_to_the_environment(renderer):
 
 def test_turns_and_context_are_limited_by_name(renderer):
     (episode,) = play(renderer, [READ], max_assistant_turns=3).episodes
-    assert episode.stop == Stop.MAX_TURNS
+    assert episode.stop == StopReason.MAX_TURNS
     assert len(episode.calls) == 3
     (episode,) = play(renderer, [READ], window=room_for(renderer, 2)).episodes
-    assert episode.stop == Stop.CONTEXT_FULL
+    assert episode.stop == StopReason.CONTEXT_FULL
     assert episode.metrics["context/exceeded"] == 1.0
     assert len(episode.calls) == 3
 
@@ -250,7 +250,7 @@ def test_seedling_plays_it_untrained(seedling):
 def test_without_context_management_a_long_read_overflows(renderer):
     window = room_for(renderer, 2, **READER)
     (episode,) = play(renderer, [READ], policy="none", window=window, **READER).episodes
-    assert episode.stop == Stop.CONTEXT_FULL
+    assert episode.stop == StopReason.CONTEXT_FULL
     assert "#2" not in prompts(renderer, episode)[1]  # numbers are for those who can delete
 
 
@@ -262,7 +262,7 @@ def test_a_window_and_truncation_go_on_where_nothing_is_managed(renderer, args):
         renderer, [[READ]], lambda t: StateLM(**settings, **args), lambda t: Documents(tokens=400), window=size
     )
     (group,) = asyncio.run(rollout.collect([Task("t", seed=1)], seed=0, group_size=1))
-    assert group.episodes[0].stop == Stop.MAX_TURNS
+    assert group.episodes[0].stop == StopReason.MAX_TURNS
     assert max(context_lengths(group.episodes[0])) <= size
 
 
@@ -443,7 +443,7 @@ def test_defect_11_the_budget_reported_is_the_budget_kept(renderer, over):
     used = len(short.calls[2].prompt)
     fits = 1024 - 96 - used  # tokens that may still be added to the document of one token
     episode = run("a" + "\n" * (fits + over))
-    assert episode.stop == (Stop.CONTEXT_FULL if over else Stop.DONE)
+    assert episode.stop == (StopReason.CONTEXT_FULL if over else StopReason.DONE)
     if not over:
         assert len(episode.calls[2].prompt) == 1024 - 96
 

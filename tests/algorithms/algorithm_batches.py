@@ -9,7 +9,7 @@ import torch
 
 from arborl.algorithms import ModelOutputs, TermBatch
 from arborl.rollout.tree import plant
-from arborl.types import Call, Completion, Episode, Failure, Finish, Group, Message, Stop, Task, Terms, Turn
+from arborl.types import Call, Completion, Episode, Failure, FinishReason, Group, Message, StopReason, Task, Terms, Turn
 
 
 def counters(algorithm) -> dict[str, float]:
@@ -25,8 +25,8 @@ def episode(
     states: list[str] | None = None,
     tokens: int | list[int] = 2,
     failed: bool = False,
-    stop: Stop = Stop.DONE,
-    finish: Finish = Finish.STOP,
+    stop: StopReason = StopReason.DONE,
+    finish: FinishReason = FinishReason.STOP,
     version: int = 0,
     turn_weight: float | None = None,
 ) -> Episode:

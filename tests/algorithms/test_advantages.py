@@ -146,7 +146,7 @@ def test_a_group_of_one_and_a_flat_group_have_advantage_exactly_zero(std, reward
     assert flat.tolist() == [0.0] * size
 
 
-@pytest.mark.parametrize("name", sorted(COMPARES))
+@pytest.mark.parametrize("name", sorted(GROUP_ADVANTAGES))
 @given(reward=st.floats(0, 1), size=st.integers(1, 4))
 def test_every_advantage_that_compares_gives_exactly_zero_to_one_alone_and_to_equals(name, reward, size):
     flat = group(*(episode(turns=[reward, reward], states=["a", "b"]) for _ in range(size)))
@@ -255,7 +255,7 @@ def test_every_advantage_is_whitened_over_episodes_or_tokens_as_loops_would(name
     mean = sum(v * x for v, x in zip(votes, plain, strict=True)) / n
     spread = sum(v * (x - mean) ** 2 for v, x in zip(votes, plain, strict=True)) / (n - 1)
     scale = (spread + 1e-8) ** 0.5 if by == "token" else spread**0.5 + 1e-6
-    off = 0.0 if by == "episode" and config.compares else mean
+    off = 0.0 if by == "episode" and config.compares_episodes else mean
     assert found.advantage == pytest.approx([(x - off) / scale for x in plain], abs=1e-9)
     if by == "token":
         assert found.advantage.mean() == pytest.approx(0.0, abs=1e-9)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
-from arborl.config.algorithm import AlgorithmConfig
-from arborl.config.base import dump_yaml, validate
-from arborl.config.presets import PRESETS
-from arborl.config.run import RunConfig
+from arborl.config.algorithm_config import PRESETS, AlgorithmConfig
+from arborl.config.config_base import dump_yaml, validate
+from arborl.config.run_config import RunConfig
 from arborl.errors import ConfigError
 
 
@@ -52,7 +51,7 @@ def test_a_resolved_configuration_reads_back_the_same(name):
         ({"fixed_length": 9}, "fixed_length=9 is not read with advantage=grpo and loss=ppo. Leave it out, or write "
                               "aggregation=fixed."),
         ({"split_ratio": 0.5}, "write split=geometric"),
-        ({"sequence": "call"}, "write loss=gspo or a guard with level=sequence"),
+        ({"sequence": "call"}, "write loss=gspo or importance_weights.level=sequence"),
         ({"trust_region": {"max_kl": 1}}, "trust_region is not read with advantage=grpo and loss=ppo. Leave it out, or "
                                           "write loss=trpo."),
         ({"value": {"coef": 1.0}}, "write advantage=gae."),
@@ -61,10 +60,10 @@ def test_a_resolved_configuration_reads_back_the_same(name):
         ({"by_source": {"web": {"gamma": 0.9}}}, "algorithm.by_source.web: gamma=0.9 is not read"),
         ({"by_source": {"web": {"by_source": {"x": "grpo"}}}}, "by_source.web has a by_source of its own."),
         ({"by_source": {"web": "trpo"}}, "Write it for every source or for none."),
-        ({"guard": "tis", "anchor": "rollout"}, "Leave anchor out."),
-        ({"guard": {"low": 0.5}}, "algorithm.guard: low is given without a kind. Write kind=tis, mis or icepop."),
-        ({"guard": {"kind": "mis", "low": 3.0}}, "low=3 is not below high=2."),
-        ({"guard": {"kind": "icepop", "level": "sequence"}}, "icepop looks at tokens one by one."),
+        ({"importance_weights": "tis", "anchor": "rollout"}, "Leave anchor out."),
+        ({"importance_weights": {"low": 0.5}}, "algorithm.importance_weights: low is given without a kind."),
+        ({"importance_weights": {"kind": "mis", "low": 3.0}}, "low=3 is not below high=2."),
+        ({"importance_weights": {"kind": "icepop", "level": "sequence"}}, "icepop looks at tokens one by one."),
         ({"loss": "a2c"}, "loss=a2c has a critic, advantage=grpo none. Write advantage=gae or loss=pg."),
         ({"kl": {"coef": 0.1, "target": 0.5}}, "algorithm.kl: target moves a penalty in the reward. Write"),
         ({"overlong": {"penalty": 1.0}}, "Write max_tokens and a buffer of at most that."),

@@ -74,7 +74,7 @@ def test_every_documented_input_is_passed():
     found = made.credit(groups, terms)
     assert found.advantage.tolist() == terms.turn.tolist()
     assert found.target == pytest.approx(terms.value + 1)
-    assert [len(r) for r in seen["rewards"]] == [len(g.survivors) for g in groups]
+    assert [len(r) for r in seen["rewards"]] == [len(g.valid_episodes) for g in groups]
     assert np.concatenate(seen["rewards"]) == pytest.approx([e.reward for g in groups for e in g.episodes])
     made.credit(groups, terms)
     assert made.state() == {"own": {"steps": 10}}
@@ -94,7 +94,7 @@ def test_settings_of_the_algorithm_apply_to_custom_functions():
     assert len(recipe(leave_one_out, skip_zero_variance=True).keep(groups)) == 1
     white = recipe(leave_one_out, whiten="token").credit(groups, terms).advantage
     assert white.mean() == pytest.approx(0.0, abs=1e-12)
-    guarded = recipe(leave_one_out, guard="tis")
+    guarded = recipe(leave_one_out, importance_weights="tis")
     assert guarded.needs.proximal
     factor = np.minimum(np.exp(terms.proximal - terms.logprob), 2.0)
     plain = recipe(leave_one_out).credit(groups, terms).advantage

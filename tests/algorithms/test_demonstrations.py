@@ -23,7 +23,7 @@ INNER = [
 
 
 def demonstrations(count: int) -> list[Group]:
-    return [group(episode(1.0, tokens=1 + number, version=GIVEN)) for number in range(count)]
+    return [group(episode(1.0, tokens=1 + number, version=NOT_SAMPLED)) for number in range(count)]
 
 
 def value(algorithm, new: torch.Tensor, batch, rows: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -44,7 +44,7 @@ def test_the_loss_is_the_algorithms_own_plus_the_weighted_imitation(config):
     new = torch.from_numpy(terms.logprob + 0.05).requires_grad_()
     whole, seen = value(algorithm, new, batch_of(terms), torch.arange(len(terms)))
 
-    given = torch.from_numpy(terms.version == GIVEN)
+    given = torch.from_numpy(terms.version == NOT_SAMPLED)
     alone = make_algorithm(config)
     others = alone.keep(played)
     own = alone.credit(others, _rows_of(terms, ~given.numpy(), others))

@@ -58,9 +58,9 @@ def test_a_guard_multiplies_the_advantage_by_its_factor(settings, level):
     groups = random_groups(2)
     terms = terms_of(groups)
     sequence = {"sequence": level} if level else {}
-    algorithm = Recipe(AlgorithmConfig(guard=settings, **sequence))
+    algorithm = Recipe(AlgorithmConfig(importance_weights=settings, **sequence))
     assert algorithm.needs.proximal
-    assert algorithm.config.against == "proximal"
+    assert algorithm.config.ratio_policy == "proximal"
     gap = terms.proximal - terms.logprob
     ratio = ratios(gap, getattr(terms, level) if level else None)
     factor = importance_weights(settings["kind"], ratio, *algorithm.config.guard.bounds)
@@ -85,7 +85,7 @@ def test_the_soft_penalty_enters_the_reward_and_the_episode_stays_as_it_was():
 
 
 @pytest.mark.parametrize(
-    "cut", [{"stop": Stop.CONTEXT_FULL}, {"stop": Stop.MAX_TURNS}, {"finish": Finish.LENGTH}], ids=str
+    "cut", [{"stop": StopReason.CONTEXT_FULL}, {"stop": StopReason.MAX_TURNS}, {"finish": FinishReason.LENGTH}], ids=str
 )
 def test_filtered_episodes_leave_baseline_and_loss_together(cut):
     algorithm = Recipe(AlgorithmConfig(std="none", overlong={"filter": True}))

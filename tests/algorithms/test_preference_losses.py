@@ -12,12 +12,12 @@ from algorithm_batches import batch_of, counters, episode, group, model_outputs,
 
 from arborl.algorithms import Recipe
 from arborl.algorithms.preference_losses import pairs
-from arborl.config.algorithm import AlgorithmConfig
+from arborl.config.algorithm_config import AlgorithmConfig
 
 
 def direct_loss(name: str, new, terms, groups, beta: float, min_gap: float = 0.0):
     """The loss as its paper writes it, over Python lists of episodes, differentiable in `new`."""
-    episodes = [(number, e) for number, g in enumerate(groups) for e in g.survivors]
+    episodes = [(number, e) for number, g in enumerate(groups) for e in g.valid_episodes]
     reference = torch.from_numpy(terms.reference)
     gains = [(new - reference)[torch.from_numpy(terms.episode == i)] for i in range(len(episodes))]
     if name == "kto":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -70,8 +69,8 @@ def test_tables_and_configuration_name_the_same_things():
     assert set(LOSSES) == set(LOSS_READS)
     names = AlgorithmConfig.model_fields
     assert set(PRESETS) == set(names["name"].annotation.__args__)
-    assert set(ADVANTAGES) == set(get_args(Advantage))
-    assert set(LOSSES) == set(get_args(Loss))
+    assert set(ADVANTAGES) == set(ADVANTAGE_READS)
+    assert set(LOSSES) == set(LOSS_READS)
     assert set().union(*ADVANTAGE_READS.values(), *LOSS_READS.values()) <= set(names)
 
 
@@ -289,7 +288,7 @@ def test_a_truncated_episode_is_recognized_by_its_last_completion():
     talked = episode(turns=[0.0, 1.0])
     assert algorithm.keep([group(talked, episode(0.0))])[0].episodes[0] is talked
     talked.calls[-1] = dataclasses.replace(
-        talked.calls[-1], completion=dataclasses.replace(talked.calls[-1].completion, finish=Finish.LENGTH)
+        talked.calls[-1], completion=dataclasses.replace(talked.calls[-1].completion, finish=FinishReason.LENGTH)
     )
     assert algorithm.keep([group(talked, episode(0.0), episode(0.5))])[0].episodes[0] is not talked
 

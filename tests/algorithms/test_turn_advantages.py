@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from arborl.algorithms import Recipe
 from arborl.algorithms.reward_arrays import cut_rows, turn_rewards
 from arborl.algorithms.turn_advantages import discounted, gae, gigpo, reinforce_plus_plus
-from arborl.config.algorithm import AlgorithmConfig
-from arborl.config.load import load
+from arborl.config.algorithm_config import AlgorithmConfig
+from arborl.config.load_config import load
 from arborl.rewards import Rewards
 from arborl.rewards.answers import environment
 from arborl.types import Call, Completion, Episode, Finish, Group, Message, Stop, Task, Turn
@@ -220,7 +220,7 @@ def test_a_run_by_its_configuration_credits_turns():
     """The reward that a configuration calls `env`, through the door of a run: Sokoban's own -0.1 a step stay so."""
     config = load(None, ["env=sokoban", "rewards=[{name: env, weight: 0.5}]"])
     one = Episode("e", Task("t"), turns=[Turn(Message("assistant"), reward=r) for r in (-0.1, 0.9, -0.1, -0.6)])
-    asyncio.run(Workshop(config, {}).rewards().score([Group(one.task, [one])]))
+    asyncio.run(RunPartFactory(config, {}).rewards().score([Group(one.task, [one])]))
     assert turn_rewards(one) == pytest.approx([-0.05, 0.45, -0.05, -0.3])
 
 
@@ -248,7 +248,7 @@ def test_a_reward_of_a_turn_without_a_sampled_token_is_not_lost():
 
 def test_branches_follow_the_tokens():
     def call(prompt: tuple[int, ...], *sampled: int) -> Call:
-        return Call(prompt, Completion(sampled, (-1.0,) * len(sampled), Finish.STOP), 0)
+        return Call(prompt, Completion(sampled, (-1.0,) * len(sampled), FinishReason.STOP), 0)
 
     assert Episode("e", Task("t"), calls=[call((1,), 2), call((1, 2, 9), 3), call((1, 2, 9, 3, 9), 4)]).branches == [
         0,
@@ -265,7 +265,7 @@ def test_branches_follow_the_tokens():
 
 # ------------------------------------------------------------------------------------------------ episodes cut short
 
-CUTS = {Stop.TRUNCATED, Stop.MAX_TURNS, Stop.CONTEXT_FULL}
+CUTS = {StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.CONTEXT_FULL}
 
 
 def gae_by_hand(rewards: list[float], values: list[float], after: float, gamma: float, lam: float) -> list[float]:
@@ -285,7 +285,7 @@ def test_gae_bootstraps_truncated_episodes_only(seed, level, bootstrap):
     groups, random = random_groups(seed), np.random.default_rng(seed)
     episodes = [e for g in groups for e in g.episodes]
     for number, one in enumerate(episodes):
-        one.stop = [Stop.DONE, *CUTS][number % 4]
+        one.stop = [StopReason.DONE, *CUTS][number % 4]
     terms = terms_of(groups)
     rows = cut_rows(groups, terms)
     after = np.full(len(terms), np.nan)
@@ -313,10 +313,14 @@ def test_gae_bootstraps_truncated_episodes_only(seed, level, bootstrap):
 
 
 def test_failed_and_silent_episodes_have_nothing_to_go_on_from():
-    silent = dataclasses.replace(episode(1.0, stop=Stop.MAX_TURNS), calls=[])
+    silent = dataclasses.replace(episode(1.0, stop=StopReason.MAX_TURNS), calls=[])
     groups = [
-        group(silent, episode(0.0, stop=Stop.MAX_TURNS, tokens=3), episode(0.0, failed=True, stop=Stop.CONTEXT_FULL)),
-        group(episode(0.0, tokens=1), episode(0.0, stop=Stop.TRUNCATED, tokens=1)),
+        group(
+            silent,
+            episode(0.0, stop=StopReason.MAX_TURNS, tokens=3),
+            episode(0.0, failed=True, stop=StopReason.CONTEXT_FULL),
+        ),
+        group(episode(0.0, tokens=1), episode(0.0, stop=StopReason.TRUNCATED, tokens=1)),
     ]
     terms = terms_of(groups)
     assert cut_rows(groups, terms).tolist() == [2, 4]

@@ -19,7 +19,7 @@ from hypothesis import settings
 
 from arborl.checkpoint import checkpoint
 from arborl.checkpoint.manifest import check
-from arborl.config.load import load
+from arborl.config.load_config import load
 from arborl.data import FileTasks
 from arborl.data.reading.tables import ParquetTable
 from arborl.errors import ConfigError
@@ -27,7 +27,7 @@ from arborl.rollout.replay import Recording, Replay
 from arborl.rollout.store import EpisodeStore
 from arborl.tools.remote.tool_dispatcher import CallJournal
 from arborl.track.jsonl import JsonlTracker, read_metrics
-from arborl.types import Call, Completion, Episode, Finish, Group, Message, Task, ToolCall, Turn
+from arborl.types import Call, Completion, Episode, FinishReason, Group, Message, Task, ToolCall, Turn
 
 ROWS = [
     {"question": f"{n} + «é»?", "answer": str(n), "extra": {"numbers": [n, 2.5], "messages": None}} for n in range(20)
@@ -102,7 +102,7 @@ def saved(folder: Path, name: str) -> Path:
 def played() -> Group:
     call = ToolCall("1", "add", {"a": 1})
     turn = Turn(Message("assistant", "é", (call,), sampled=True), (Message("tool", "3", tool_call_id="1"),), 1.0, "k")
-    first, second = Completion((3, 4), (-0.5, -0.25), Finish.STOP), Completion((5,), (-1.0,), Finish.STOP)
+    first, second = Completion((3, 4), (-0.5, -0.25), FinishReason.STOP), Completion((5,), (-1.0,), FinishReason.STOP)
     calls = [Call((1, 2), first, 0), Call((1, 2, 3), second, 1)]
     return Group(Task("t", (Message("user", "hi"),)), [Episode("a", Task("t"), turns=[turn], calls=calls)])
 

@@ -13,7 +13,7 @@ from arborl.chat.builtin_templates import BUILTIN_TEMPLATES, call_instructions, 
 from arborl.chat.formats import PARSERS, make_parser
 from arborl.errors import ConfigError
 from arborl.models.smollm2 import TEMPLATE as SMOLLM2
-from arborl.types import Completion, Finish, Message, ToolCall, ToolSpec
+from arborl.types import Completion, FinishReason, Message, ToolCall, ToolSpec
 
 TOOLS = (
     ToolSpec("add", "Add <two> numbers: Größe.", {"type": "object", "properties": {"a": {"type": "number"}}}),

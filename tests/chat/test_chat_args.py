@@ -4,7 +4,7 @@ import pytest
 
 from arborl.chat import Conversations, HermesParser, Renderer, Template
 from arborl.errors import ConfigError
-from arborl.types import Completion, Finish, Message
+from arborl.types import Completion, FinishReason, Message
 
 BODY = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -16,8 +16,8 @@ from arborl.chat.control_tokens import DIVIDER, NO_ESCAPING, ControlTextDivider,
 from arborl.chat.formats.mistral import MistralParser
 from arborl.models.find import SEEDLING_DIR
 from arborl.tools.output import count, cut
-from arborl.types import Completion, Finish, Message, ToolCall, ToolSpec
-from arborl.workshop import replies
+from arborl.training_run.part_factory import replies
+from arborl.types import Completion, FinishReason, Message, ToolCall, ToolSpec
 
 TEMPLATES = Path(__file__).parent.parent / "fixtures" / "templates"
 ENDS = {"chatml_hermes": "<|im_end|>", "llama3": "<|eot_id|>", "mistral": "</s>", "thinking": "<|im_end|>"}
@@ -32,7 +32,7 @@ SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 
-def completion(ids, finish=Finish.STOP):
+def completion(ids, finish=FinishReason.STOP):
     return Completion(tuple(ids), (0.0,) * len(ids), finish)
 
 

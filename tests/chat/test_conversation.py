@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from arborl.chat import Conversations, HermesParser, Renderer, Template
-from arborl.types import Completion, Finish, Message, ToolSpec
+from arborl.types import Completion, FinishReason, Message, ToolSpec
 
 FAMILIES = ("chatml_hermes", "llama3", "mistral", "thinking")
 BEGIN = ("<s>", "<|begin_of_text|>")
@@ -13,7 +13,7 @@ TOOL = ToolSpec("add", "Add two numbers.", {"type": "object", "properties": {"a"
 SYSTEM, USER, RESULT = Message("system", "Be brief."), Message("user", "One and two?"), Message("tool", "3")
 
 
-def completion(ids: Sequence[int], finish: Finish = Finish.STOP) -> Completion:
+def completion(ids: Sequence[int], finish: FinishReason = FinishReason.STOP) -> Completion:
     return Completion(tuple(ids), (0.0,) * len(ids), finish)
 
 
@@ -119,7 +119,7 @@ def test_a_space_that_was_sampled_first_is_kept_in_the_content(renderer_for, met
 def test_a_completion_cut_by_length_gets_its_end_of_turn_as_context(family, renderer_for, tokenizer):
     renderer = renderer_for(family, tokenizer)
     conversations, messages = Conversations(renderer), [USER]
-    cut = completion(tokenizer.encode("The answer is thr")[:-1], Finish.LENGTH)
+    cut = completion(tokenizer.encode("The answer is thr")[:-1], FinishReason.LENGTH)
     first = answer(conversations, messages, cut)
     messages.append(Message("user", "Go on."))
     second = conversations.prompt(messages)
@@ -133,7 +133,7 @@ def test_a_completion_cut_inside_a_character_is_kept(renderer_for, tokenizer):
     renderer = renderer_for("chatml_hermes", tokenizer)
     conversations, messages = Conversations(renderer), [USER]
     half = next(i for i in tokenizer.encode("\U0001f9ca") if tokenizer.decode([i]) == "\ufffd")
-    cut = completion([*tokenizer.encode("Ice "), half], Finish.LENGTH)
+    cut = completion([*tokenizer.encode("Ice "), half], FinishReason.LENGTH)
     first = answer(conversations, messages, cut)
     assert messages[-1].content == "Ice \ufffd"
     messages.append(USER)
@@ -227,7 +227,7 @@ def test_a_prompt_that_adds_nothing_is_the_branch_itself(tokenizer):
     template = Template("{% for m in messages %}{{ m.content }}{% endfor %}", None, None)
     renderer = Renderer(tokenizer, template, HermesParser(), (tokenizer.token_id("</s>"),))
     conversations, messages = Conversations(renderer), [USER]
-    cut = completion(tokenizer.encode("Three"), Finish.LENGTH)
+    cut = completion(tokenizer.encode("Three"), FinishReason.LENGTH)
     first = answer(conversations, messages, cut)
     again = conversations.prompt(messages)
     assert again.tokens == first.tokens + cut.tokens
@@ -273,7 +273,7 @@ def test_no_sampled_id_changes_whatever_the_tokenizer_would_have_made_of_its_tex
     conversations, messages = Conversations(renderer), [Message("user", "a")]
     recorded: list[tuple[int, tuple[int, ...]]] = []  # where each completion began, and its ids
     for ids, stops, reply in turns:
-        said = completion([*ids, tokenizer.stop] if stops else ids, Finish.STOP if stops else Finish.LENGTH)
+        said = completion([*ids, tokenizer.stop] if stops else ids, FinishReason.STOP if stops else FinishReason.LENGTH)
         prompt = answer(conversations, messages, said)
         recorded.append((len(prompt.tokens), said.tokens))
         messages.append(Message("user", reply))
@@ -305,4 +305,4 @@ def test_the_message_read_from_a_completion_keeps_its_text_and_has_its_calls(ren
     assert message.content == text
     assert message.sampled
     assert [(call.id, call.name, call.arguments) for call in message.tool_calls] == [("call_0", "add", {"a": 1})]
-    assert renderer.read(completion([], Finish.ABORT)).content == ""
+    assert renderer.read(completion([], FinishReason.ABORT)).content == ""

@@ -19,7 +19,7 @@ from arborl.rollout.recorder import EpisodeLimits
 from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.rollout.token_trees import build_token_trees
 from arborl.tools import as_tool
-from arborl.types import GIVEN, Finish, Message, Sampling, Stop, Task
+from arborl.types import NOT_SAMPLED, FinishReason, Message, Sampling, StopReason, Task
 
 FAMILIES = ("chatml_hermes", "llama3", "thinking")
 
@@ -96,9 +96,9 @@ def test_only_the_assistants_words_are_terms_and_each_ends_its_turn(family, rend
     assert all(call.completion.tokens[-1] in renderer.stop for call in episode.calls)
     terms = build_token_trees([group]).terms
     assert len(terms) == sum(len(call.completion.tokens) for call in episode.calls)
-    assert (terms.version == GIVEN).all()
+    assert (terms.version == NOT_SAMPLED).all()
     assert all(math.isnan(value) for value in terms.logprob)
-    assert episode.given
+    assert episode.is_offline
 
 
 def test_thinking_is_kept_as_the_template_shows_it(renderer_for, tokenizer):
@@ -130,8 +130,8 @@ def test_what_goes_beyond_the_context_is_cut_off(renderer_for, tokenizer):
     room = len(whole.calls[0].prompt) + 3
     cut = given(renderer, row, max_context=room).episodes[0]
     assert [call.completion.tokens for call in cut.calls] == [whole.calls[0].completion.tokens[:3]]
-    assert cut.calls[0].completion.finish is Finish.LENGTH
-    assert cut.stop is Stop.CONTEXT_FULL
+    assert cut.calls[0].completion.finish is FinishReason.LENGTH
+    assert cut.stop is StopReason.CONTEXT_FULL
     assert given(renderer, row, max_context=room - 3).episodes[0].calls == []
     task = OfflineRowReader("rows").task(row, "here")
     last = whole.calls[-1]

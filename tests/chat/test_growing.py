@@ -191,7 +191,7 @@ def test_branches_start_and_go_on_where_they_do_when_all_is_rendered_and_compare
             continue
         assert (prompt.tokens, prompt.shown, prompt.reused) == (same.tokens, same.shown, same.reused)
         ids = tokenizer.encode(data.draw(TEXT))
-        said = Completion((*ids, renderer.stop[0]), (0.0,) * (len(ids) + 1), Finish.STOP)
+        said = Completion((*ids, renderer.stop[0]), (0.0,) * (len(ids) + 1), FinishReason.STOP)
         reply = renderer.read(said)
         one.record(prompt, said, reply=reply)
         other.record(same, said, reply=reply)

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from arborl.chat import PARSERS, FileTokenizer, HermesParser, Renderer
-from arborl.errors import ConfigError, UnknownName
+from arborl.errors import ConfigError, UnknownPartError
 from arborl.types import Message, ToolSpec
 
 TOOL = ToolSpec("add", "Add.", {"type": "object", "properties": {}})
@@ -118,7 +118,7 @@ def test_templates_without_a_default_are_listed(model_folder):
 
 def test_parsers_are_found_by_name():
     assert PARSERS["hermes"] is HermesParser
-    with pytest.raises(UnknownName, match="no tool-call format is called 'herms'"):
+    with pytest.raises(UnknownPartError, match="no tool-call format is called 'herms'"):
         PARSERS["herms"]
 
 

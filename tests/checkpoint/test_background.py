@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from arborl.checkpoint import Background, complete, save
-from arborl.errors import CannotWrite
+from arborl.checkpoint import BackgroundWriter, complete_checkpoints, save
+from arborl.errors import DiskWriteError
 
 
 class Gate:
@@ -24,7 +24,7 @@ class Gate:
 
 @pytest.fixture
 def background():
-    made = Background()
+    made = BackgroundWriter()
     yield made
     made.close()
 
@@ -33,7 +33,7 @@ def test_looking_does_not_wait_and_waiting_does(background):
     job = Gate()
     background.start(job)
     assert job.began.wait(30)
-    background.look()
+    background.raise_if_failed()
     assert background.busy
     threading.Timer(0.05, job.may_end.set).start()
     background.wait()
@@ -53,19 +53,19 @@ def test_the_next_job_begins_when_the_one_before_has_ended(background):
 
 @pytest.mark.parametrize("call", ["look", "wait", "start"])
 def test_a_failure_is_raised_by_whatever_is_called_next_and_once(background, call):
-    job = Gate(CannotWrite("disk full"))
+    job = Gate(DiskWriteError("disk full"))
     job.may_end.set()
     background.start(job)
     while background.busy:
         threading.Event().wait(0.01)
-    with pytest.raises(CannotWrite, match="disk full"):
+    with pytest.raises(DiskWriteError, match="disk full"):
         background.start(Gate()) if call == "start" else getattr(background, call)()
-    background.look()
+    background.raise_if_failed()
     background.wait()
 
 
 def test_a_failure_that_nobody_asked_for_is_logged_at_the_end(caplog):
-    background, job = Background(), Gate(CannotWrite("runs/x: cannot be written: No space left on device."))
+    background, job = BackgroundWriter(), Gate(DiskWriteError("runs/x: cannot be written: No space left on device."))
     job.may_end.set()
     background.start(job)
     with caplog.at_level(logging.ERROR):
@@ -85,7 +85,7 @@ def test_old_checkpoints_go_only_when_a_new_one_is_whole(background, tmp_path):
     save(tmp_path, 1, write, {}, keep=1)
     background.start(lambda: save(tmp_path, 2, slow, {}, keep=1))
     assert job.began.wait(30)
-    assert [folder.name for folder in complete(tmp_path)] == ["step-000001"]
+    assert [folder.name for folder in complete_checkpoints(tmp_path)] == ["step-000001"]
     job.may_end.set()
     background.wait()
-    assert [folder.name for folder in complete(tmp_path)] == ["step-000002"]
+    assert [folder.name for folder in complete_checkpoints(tmp_path)] == ["step-000002"]

@@ -11,8 +11,18 @@ import textwrap
 
 import pytest
 
-from arborl.checkpoint import Damaged, check_model, checkpoint, complete, find, load_state, manifest, rewind, save
-from arborl.errors import CannotWrite, ConfigError
+from arborl.checkpoint import (
+    DamagedCheckpoint,
+    check_model,
+    checkpoint,
+    complete_checkpoints,
+    find,
+    load_state,
+    manifest,
+    rewind,
+    save,
+)
+from arborl.errors import ConfigError, DiskWriteError
 
 
 def writer(text="weights"):
@@ -25,7 +35,7 @@ def writer(text="weights"):
 
 
 def steps(root):
-    return [int(folder.name[5:]) for folder in complete(root)]
+    return [int(folder.name[5:]) for folder in complete_checkpoints(root)]
 
 
 def test_a_checkpoint_has_its_files_its_state_and_a_manifest_of_both(tmp_path):
@@ -45,7 +55,7 @@ def test_a_write_that_fails_midway_leaves_the_previous_checkpoint_as_latest(tmp_
         writer()(folder)
         raise OSError("disk full")
 
-    with pytest.raises(CannotWrite, match="step-000002: cannot be written: disk full"):
+    with pytest.raises(DiskWriteError, match="step-000002: cannot be written: disk full"):
         save(tmp_path, 2, fails, {}, keep=2)
     assert find(tmp_path, "latest").name == "step-000001"
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
@@ -76,13 +86,13 @@ def full_for_torch(folder):
     ("write", "why"),
     [
         (full, "No space left on device"),
-        (full_for_torch, "the file could not be written whole"),
+        (full_for_torch, "the file could not be written completely"),
         (unwritable, "Read-only file system"),
     ],
 )
 def test_a_disk_that_refuses_is_one_sentence_and_the_former_checkpoint_is_intact(tmp_path, write, why):
     save(tmp_path, 1, writer(), {}, keep=1)
-    with pytest.raises(CannotWrite, match=rf"step-000002: cannot be written: {why}\. .*is as it was") as raised:
+    with pytest.raises(DiskWriteError, match=rf"step-000002: cannot be written: {why}\. .*is as it was") as raised:
         save(tmp_path, 2, write, {}, keep=1)
     assert "\n" not in str(raised.value)
     assert find(tmp_path, "latest").name == "step-000001"
@@ -95,7 +105,7 @@ def test_a_model_in_a_checkpoint_is_compared_with_what_was_written(tmp_path, fli
     (folder / "optimizer.pt").unlink()  # whoever only plays may leave it out
     if flip:
         (folder / "model" / "model.safetensors").write_text("weighty")
-        with pytest.raises(Damaged, match=r"model\.safetensors has the right size but not the bytes"):
+        with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors has the right size but not the bytes"):
             check_model(folder / "model")
     else:
         assert check_model(folder / "model") == folder / "model"
@@ -106,7 +116,7 @@ def test_a_model_in_a_checkpoint_is_compared_with_what_was_written(tmp_path, fli
 def test_a_state_of_another_shape_is_one_sentence(tmp_path, text):
     folder = save(tmp_path, 3, writer(), {}, keep=3)
     (folder / "state.json").write_text(text, encoding="utf-8")
-    with pytest.raises(Damaged, match=r"state\.json") as raised:
+    with pytest.raises(DamagedCheckpoint, match=r"state\.json") as raised:
         load_state(folder)["before"]
     assert "\n" not in str(raised.value)
 
@@ -185,7 +195,7 @@ def test_a_truncated_file_is_passed_over_for_latest_and_named_when_asked_for(tmp
         assert find(tmp_path, "latest", verify=False).name == "step-000001"
     assert "step-000002" in caplog.text
     assert "optimizer.pt has 10 bytes, and 1000 were written" in caplog.text
-    with pytest.raises(Damaged, match=r"optimizer\.pt has 10 bytes.*has steps 1; write"):
+    with pytest.raises(DamagedCheckpoint, match=r"optimizer\.pt has 10 bytes.*has steps 1; write"):
         find(tmp_path, "2")
 
 
@@ -193,7 +203,7 @@ def test_changed_bytes_of_the_same_size_are_found_by_hash(tmp_path):
     folder = save(tmp_path, 3, writer("weights"), {}, keep=3)
     (folder / "model" / "model.safetensors").write_text("weighty")
     assert find(tmp_path, "3", verify=False) == folder
-    with pytest.raises(Damaged, match=r"model\.safetensors has the right size but not the bytes"):
+    with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors has the right size but not the bytes"):
         find(tmp_path, "3")
 
 
@@ -211,7 +221,7 @@ def test_a_checkpoint_of_the_first_version_is_read_and_compared_as_then(tmp_path
     as_version_1(folder)
     assert find(tmp_path, "latest") == folder
     (folder / "model" / "model.safetensors").write_text("weighty")
-    with pytest.raises(Damaged, match=r"model\.safetensors has the right size but not the bytes"):
+    with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors has the right size but not the bytes"):
         find(tmp_path, "3")
 
 
@@ -223,7 +233,7 @@ def test_a_byte_changed_in_any_piece_of_a_file_is_found(tmp_path, monkeypatch, p
     data = bytearray(251)
     data[place] = 1
     (folder / "big").write_bytes(data)
-    with pytest.raises(Damaged, match="big has the right size but not the bytes"):
+    with pytest.raises(DamagedCheckpoint, match="big has the right size but not the bytes"):
         find(tmp_path, "3")
 
 
@@ -231,8 +241,8 @@ def test_a_byte_changed_in_any_piece_of_a_file_is_found(tmp_path, monkeypatch, p
 def test_a_missing_file_is_named(tmp_path, name):
     folder = save(tmp_path, 3, writer(), {}, keep=3)
     (folder / name).unlink()
-    assert complete(tmp_path) == []
-    with pytest.raises(Damaged, match=f"{name} is missing"):
+    assert complete_checkpoints(tmp_path) == []
+    with pytest.raises(DamagedCheckpoint, match=f"{name} is missing"):
         find(tmp_path, str(folder))
 
 
@@ -252,7 +262,7 @@ def test_a_missing_file_is_named(tmp_path, name):
 def test_a_manifest_that_cannot_be_read_says_why(tmp_path, text, message):
     folder = save(tmp_path, 3, writer(), {}, keep=3)
     (folder / "MANIFEST").write_text(text)
-    with pytest.raises(Damaged, match=message):
+    with pytest.raises(DamagedCheckpoint, match=message):
         find(tmp_path, "3")
 
 

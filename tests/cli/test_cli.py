@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from arborl.api.measure import Asked
 from arborl.cli.main import app
 from arborl.cli.train_commands import newest_run
 from arborl.config import RunConfig
@@ -48,10 +47,10 @@ class FakeApi:
 
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> FakeApi:
-    fake, module = FakeApi(), ModuleType("arborl.api")
-    vars(module).update(train=fake.train, measure=fake.measure, Asked=Asked)
-    monkeypatch.setitem(sys.modules, "arborl.api", module)
-    monkeypatch.setattr("arborl.api", module, raising=False)
+    fake, module = FakeApi(), ModuleType("arborl.training_run")
+    vars(module).update(train=fake.train, measure=fake.measure, MeasureOptions=MeasureOptions)
+    monkeypatch.setitem(sys.modules, "arborl.training_run", module)
+    monkeypatch.setattr("arborl.training_run", module, raising=False)
     return fake
 
 

@@ -9,8 +9,6 @@ import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner, Result
 
-from arborl.api import train
-from arborl.build import build
 from arborl.cli.main import app
 from arborl.config.load import load
 from arborl.data.generated.datasets import GENERATORS, make, make_facts
@@ -18,6 +16,8 @@ from arborl.rewards.answers import equal, final_part
 from arborl.rewards.code_tests import read_cases
 from arborl.tools.library.calculator import calculator
 from arborl.tools.library.search import Search
+from arborl.training_run import train
+from arborl.training_run.build import build
 
 ROOT = Path(__file__).parents[2]
 

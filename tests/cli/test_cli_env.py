@@ -196,7 +196,7 @@ def test_prompt_settings_apply_to_play_and_check():
     assert call("check", "frozen_lake", *prompt, "--tasks", "2").exit_code == 0
     wrong = call("play", "frozen_lake", "env.prompt.observation={obs}", "--oracle")
     assert wrong.exit_code == 2
-    assert "observation: unknown place {obs}" in wrong.output
+    assert "observation: unknown field {obs}" in wrong.output
 
 
 def test_the_model_of_a_run_plays_with_the_prompt_of_its_run(tmp_path):

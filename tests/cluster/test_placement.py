@@ -20,6 +20,8 @@ from arborl.config.load import load
 from arborl.engines.remote.replicas import ReplicaUnavailable
 from arborl.errors import ConfigError
 from arborl.track.jsonl import read_metrics
+from arborl.training_run import train
+from arborl.training_run.build import build
 from arborl.types import Sampling
 
 SMALL = [
@@ -43,7 +45,7 @@ def config_of(*words):
         (["placement.engines=2"], "engines is for placement=ray"),
         (["placement=ray"], "places nothing"),
         (["placement=ray", "placement.engines=2", "engine=scripted"], "copies of engine=local, and engine=scripted"),
-        (["placement=ray", "placement.engines=2", "engine.lends=true"], "Leave engine.lends out"),
+        (["placement=ray", "placement.engines=2", "engine.sleep_mode=true"], "Leave engine.sleep_mode out"),
         (["placement=ray", "placement.env_workers=2", "rollout.workers=thread"], "rollout.workers=thread"),
         (["placement=ray", "placement.engines=2", "placement.address=ray://head:10001"], "ray job submit"),
         (["placement=ray", "placement.engines=1", "placement.device_mapping.engines=[0,1]"], "2 GPUs for engines=1"),
@@ -70,7 +72,7 @@ def test_without_ray_it_is_said_what_to_install(monkeypatch):
 
 
 def test_evaluate_plays_in_its_own_process_unless_it_is_told_otherwise(tmp_path):
-    from arborl.api.measure import Asked, policies
+    from arborl.training_run.measure import MeasureOptions, policies
 
     file = tmp_path / "run.yaml"
     file.write_text("placement: {name: ray, engines: 2}\n")

@@ -20,6 +20,7 @@ from arborl.api import train
 from arborl.config.load import load
 from arborl.rollout.episode_store import EpisodeStore
 from arborl.track.jsonl import read_metrics
+from arborl.training_run import train
 
 pytestmark = pytest.mark.slow
 
@@ -99,7 +100,9 @@ def check_each_once(home: Path, steps: int) -> None:
     assert [len(ids) for ids in seen] == [16] * steps
     assert len({one for ids in seen for one in ids}) == 16 * steps
     assert all(len({one.partition("#")[0] for one in ids}) == 4 for ids in seen)
-    assert [row["learner/groups"] + row["group/flat"] * 4 for row in steps_of(home)] == pytest.approx([4] * steps)
+    assert [row["learner/groups"] + row["group/zero_variance"] * 4 for row in steps_of(home)] == pytest.approx(
+        [4] * steps
+    )
 
 
 def steps_of(home: Path) -> list[dict]:

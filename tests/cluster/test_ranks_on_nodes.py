@@ -14,6 +14,7 @@ from arborl.api import train
 from arborl.config.load import load
 from arborl.learner.distributed.rank_connections import interface_of
 from arborl.track.jsonl import read_metrics
+from arborl.training_run import train
 
 SMALL = [
     "rollout.tasks_per_step=2", "rollout.group_size=3", "trainer.steps=3", "trainer.save_every=1", "evaluation.tasks=0",

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from arborl.config.base import dump_yaml, explain, paths, section, validate
-from arborl.config.load import load
-from arborl.config.run import EnvConfig, RunConfig
+from arborl.config.config_base import dump_yaml, explain, section_model, setting_paths, validate
+from arborl.config.load_config import load
+from arborl.config.run_config import EnvConfig, RunConfig
 from arborl.errors import ConfigError
 
 
@@ -54,8 +54,8 @@ def test_a_bare_string_is_short_for_a_sections_name_or_path() -> None:
         ),
         (
             {"track": {"zzz": 1}},
-            "track.zzz: unknown key. Known here: tensorboard, episodes, terms, rivals, gifs, render_save_dir, "
-            "render_every, render_episodes, timeline, wandb, mlflow, also.",
+            "track.zzz: unknown key. Known here: tensorboard, episodes, terms, top_logprobs, gifs, render_save_dir, "
+            "render_every, render_episodes, timeline, wandb, mlflow, trackers.",
         ),
         ({"trainer": {"steps": "many"}}, "trainer.steps: must be a whole number >= 1, given 'many'."),
         ({"trainer": {"steps": 0}}, "trainer.steps: must be a whole number >= 1, given 0."),
@@ -71,7 +71,7 @@ def test_a_bare_string_is_short_for_a_sections_name_or_path() -> None:
         ({"tools": "calculator"}, "tools: must be a list, given 'calculator'. Write tools=[calculator]."),
         (
             {"sampling": {"stop": ["a", ""]}},
-            "sampling.stop: an empty text is written at once and would end every completion. Leave it out.",
+            "sampling.stop: an empty stop string ends every completion at once. Leave it out.",
         ),
         (
             {"sampling": {"temperature": float("inf")}},
@@ -135,12 +135,12 @@ def test_rows_from_a_file_are_questions_unless_an_environment_is_named(data: dic
 
 def test_every_key_of_the_tree_has_a_default_or_is_a_section() -> None:
     config = RunConfig()
-    for path in paths(RunConfig):
+    for path in setting_paths(RunConfig):
         found: object = config
         for key in path.split("."):
             found = getattr(found, key)
-    assert section(RunConfig, "learner") is not None
-    assert section(RunConfig, "rewards") is None
+    assert section_model(RunConfig, "learner") is not None
+    assert section_model(RunConfig, "rewards") is None
 
 
 # ------------------------------------------------------------------------------------------------ as a file

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from arborl.config.base import dump_yaml
-from arborl.config.load import from_kwargs, load
-from arborl.config.run import LearnerConfig, RunConfig
+from arborl.config.config_base import dump_yaml
+from arborl.config.load_config import from_kwargs, load
+from arborl.config.run_config import LearnerConfig, RunConfig
 from arborl.errors import ConfigError
 
 
@@ -128,7 +128,7 @@ def test_hydras_own_state_is_left_as_it_was(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_configuration_loads_without_torch_or_hydra() -> None:
-    code = "import sys, arborl.config, arborl.config.load; print({'torch', 'hydra', 'transformers'} & set(sys.modules))"
+    code = "import sys, arborl.config.load_config; print({'torch', 'hydra', 'transformers'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
 
 
@@ -178,7 +178,7 @@ def test_a_key_for_hydra_is_not_silently_ignored(folder: Path) -> None:
         ("name=(x)", "cannot read the value of 'name=(x)'. Put it in quotes: 'name=\"(x)\"'."),
         ("learner.betas=0.9,0.95", "'learner.betas=0.9,0.95' holds several values. Write a list, "
          "learner.betas=[0.9,0.95], or one value."),
-        ("~seed", "'~seed': seed is not set, so there is nothing to take out."),
+        ("~seed", "'~seed': seed is not set, so it cannot be removed."),
         ("name=???", "name: has no value yet (???). Write name=VALUE."),
         ("name=${nope}", "name: Interpolation key 'nope' not found. Set that key as well."),
         ("env@there=x", "'env@there=x': no folder 'env' of YAML files is beside the configuration file."),
@@ -295,13 +295,13 @@ BOMBS = {
     ),
     "deep list": ("agent: " + "[" * 5000 + "]" * 5000, "line 1: nested more than 64 deep"),
     "deep object": ("".join("  " * i + "a:\n" for i in range(300)), "line 64: nested more than 64 deep"),
-    "itself": ("agent: &a\n  args: *a\n", "line 2: *a stands inside what it names"),
-    "merged with itself": ("agent: &a\n  <<: *a\n", "line 2: *a stands inside what it names"),
+    "itself": ("agent: &a\n  args: *a\n", "line 2: *a is inside the node it refers to"),
+    "merged with itself": ("agent: &a\n  <<: *a\n", "line 2: *a is inside the node it refers to"),
     "large": ("name: x\n" + "# nothing\n" * 100_000, "more than 262,144 characters"),
     "filled in": (
         "name: ${env.args.b40}\nenv:\n  args:\n    b0: x\n"
         + "".join(f"    b{i}: '${{.b{i - 1}}}${{.b{i - 1}}}'\n" for i in range(1, 41)),
-        "refer to one another too often",
+        "too many nested",
     ),
     "digits": ("seed: " + "9" * 20_000, "digits"),
     "half a letter": ('name: "\\ud800"', "line 1: half of a surrogate pair"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from arborl.api.resume import changes
-from arborl.config.base import dump_yaml
-from arborl.config.load import from_kwargs, load
-from arborl.config.secrets import Veil, is_secret, masked
+from arborl.config.config_base import dump_yaml
+from arborl.config.load_config import from_kwargs, load
+from arborl.config.secrets import SecretRedactor, is_secret, mask_secrets
 from arborl.errors import ConfigError
+from arborl.training_run.resume import changes
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_secrets_are_masked_wherever_they_stand_and_nothing_else_is():
         "uri": "http://me:s3cret@host/x",
         "max_tokens": 64,
     }
-    assert masked(tree) == {
+    assert mask_secrets(tree) == {
         "env": {"args": {"api_key": "***", "n": 3, "token": None, "password": ""}},
         "tools": [{"headers": {"Authorization": "***"}}],
         "uri": "http://me:***@host/x",
@@ -60,6 +60,6 @@ def test_a_resumed_run_does_not_tell_that_a_secret_changed():
 
 def test_texts_lose_the_secrets_of_configuration_and_environment(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "from-outside")
-    veil = Veil({"api_key": "sk-123456", "longer_token": "sk-1234567", "password": "abc"})
-    said = veil("sk-1234567 sk-123456 from-outside abc redis://u:pw@h")
-    assert said == "*** *** *** abc redis://u:***@h"  # too short a one would hide words
+    veil = SecretRedactor({"api_key": "sk-123456", "longer_token": "sk-1234567", "password": "abc"})
+    output = veil("sk-1234567 sk-123456 from-outside abc redis://u:pw@h")
+    assert output == "*** *** *** abc redis://u:***@h"  # too short a one would hide words

@@ -16,8 +16,8 @@ from arborl.engines.local import LocalEngine
 from arborl.engines.remote.http_engine import HttpEngine
 from arborl.engines.scripted import ScriptedEngine
 from arborl.errors import EngineError
-from arborl.models.model_loading import load_model, resolve
-from arborl.types import Finish, Sampling
+from arborl.models.load import load_model, resolve
+from arborl.types import FinishReason, Sampling
 
 STOP = 2
 
@@ -90,7 +90,7 @@ def test_tokens_and_logprobs_have_the_same_length_and_logprobs_are_not_positive(
 def test_at_most_max_tokens_are_sampled_and_the_finish_says_so(engine):
     (done,) = ask(engine, ([1, 2, 3], Sampling(1, seed=1, stop=(STOP,))))
     assert len(done.tokens) == 1
-    assert done.finish is (Finish.STOP if done.tokens[-1] == STOP else Finish.LENGTH)
+    assert done.finish is (FinishReason.STOP if done.tokens[-1] == STOP else FinishReason.LENGTH)
 
 
 def test_the_same_seed_gives_the_same_tokens_and_others_may_differ(engine):
@@ -121,7 +121,7 @@ def test_a_stop_text_ends_the_completion_and_is_part_of_it(engine):
     (free,) = ask(engine, ([1, 2, 3], Sampling(6, seed=1)))
     (cut,) = ask(engine, ([1, 2, 3], Sampling(6, seed=1, stop_texts=(engine.decode(free.tokens[:1]),))))
     assert cut.tokens == free.tokens[:1]
-    assert cut.finish is Finish.STOP
+    assert cut.finish is FinishReason.STOP
 
 
 NAN, INF = float("nan"), float("inf")
@@ -163,8 +163,8 @@ NAN, INF = float("nan"), float("inf")
 )
 def test_what_cannot_be_sampled_is_refused_with_a_sentence_and_alone(engine, prompt, sampling, complaint):
     async def run():
-        asked = [(prompt, sampling), ([1, 2], Sampling(3))]
-        calls = (engine.generate(p, s, session=str(i)) for i, (p, s) in enumerate(asked))
+        requested = [(prompt, sampling), ([1, 2], Sampling(3))]
+        calls = (engine.generate(p, s, session=str(i)) for i, (p, s) in enumerate(requested))
         return await asyncio.gather(*calls, return_exceptions=True)
 
     bad, good = asyncio.run(run())

@@ -29,7 +29,8 @@ from arborl.conversational.trl_trainer import trl_arguments as trl_settings
 from arborl.errors import ConfigError, EpisodeError, RunStopped
 from arborl.models.model_loading import read_weights, resolve
 from arborl.rollout.store import EpisodeStore
-from arborl.types import Call, Completion, Episode, Finish, Task
+from arborl.training_run.build import build
+from arborl.types import Call, Completion, Episode, FinishReason, Task
 
 pytest.importorskip("trl")
 from trl import GRPOConfig
@@ -232,7 +233,7 @@ EXPECTED = {
 
 
 def call(prompt, tokens, trained=True):
-    return Call(tuple(prompt), Completion(tuple(tokens), (-1.0,) * len(tokens), Finish.STOP), 0, trained=trained)
+    return Call(tuple(prompt), Completion(tuple(tokens), (-1.0,) * len(tokens), FinishReason.STOP), 0, trained=trained)
 
 
 def episode(*calls, name="one"):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from arborl.build import check
-from arborl.config.base import validate
-from arborl.config.run import RunConfig
+from arborl.config.config_base import validate
+from arborl.config.run_config import RunConfig
 from arborl.convert import convert
 from arborl.errors import ConfigError
+from arborl.training_run.build import check
 
 COMMON = """
 data.train_files=rows.json data.train_batch_size=16 actor_rollout_ref.model.path=some/model

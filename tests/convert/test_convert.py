@@ -8,14 +8,14 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from arborl.api import train
 from arborl.cli.main import app
-from arborl.config.base import paths, validate
-from arborl.config.load import load
-from arborl.config.run import RunConfig
+from arborl.config.config_base import setting_paths, validate
+from arborl.config.load_config import load
+from arborl.config.run_config import RunConfig
 from arborl.convert import SYSTEMS, Draft, agentfly, convert
 from arborl.registry import call_checked
 from arborl.rewards import REWARDS
+from arborl.training_run import train
 
 AGENTFLY = r"""
 #!/bin/bash
@@ -128,7 +128,7 @@ def test_no_rule_leads_to_a_key_that_does_not_exist(system):
     """Each rule alone, on a value of some kind it takes, sets only keys that the configuration has."""
     table = SYSTEMS[system].table
     samples = [True, 1, 0.5, "grpo", "name", "hermes", "mse"]
-    known = set(paths(RunConfig))
+    known = set(setting_paths(RunConfig))
     for key, rule in table.items():
         for value in samples:
             draft = Draft(source={"actor_rollout_ref.actor.use_kl_loss": True})

@@ -9,16 +9,16 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from arborl.api import train
-from arborl.build import build, check
 from arborl.cli.main import app
-from arborl.config.base import validate
-from arborl.config.load import load
-from arborl.config.run import RunConfig
+from arborl.config.config_base import validate
+from arborl.config.load_config import load
+from arborl.config.run_config import RunConfig
 from arborl.convert import convert
 from arborl.convert.conversion_report import as_yaml
 from arborl.convert.roll.roll_pipelines import pipeline
 from arborl.errors import ConfigError
+from arborl.training_run import train
+from arborl.training_run.build import build, check
 
 GAMES = """
 pattern: <answer>(.*?)</answer>
@@ -290,7 +290,7 @@ def test_what_they_do_without_a_word_is_written_out(read):
         ({"ratio_type": "segment"}, {"loss": "gspo", "sequence": "call", "clip_high": 0.2}),
         (
             {"train_infer_correction": {"is_weight": {"enabled": True, "weight_type": "token", "upper_bound": 1.5}}},
-            {"guard": {"kind": "tis", "high": 1.5}},
+            {"importance_weights": {"kind": "tis", "high": 1.5}},
         ),
     ],
     ids=str,
@@ -597,7 +597,7 @@ def test_learning_from_given_data_has_the_algorithms_name_and_its_rows(tree, kin
     assert pipeline(draft.source) == kind
     assert {key: draft.settings.get(key) for key in ours} == ours
     config = config_of(draft)
-    assert config.data.given == (kind != "distill")
+    assert config.data.offline == (kind != "distill")
     assert config.evaluation.tasks == RunConfig().evaluation.tasks
 
 

@@ -9,8 +9,8 @@ import yaml
 from typer.testing import CliRunner
 
 from arborl.cli.main import app
-from arborl.config.base import validate
-from arborl.config.run import RunConfig
+from arborl.config.config_base import validate
+from arborl.config.run_config import RunConfig
 from arborl.convert import convert
 from arborl.errors import ConfigError
 

@@ -9,8 +9,8 @@ import yaml
 from typer.testing import CliRunner
 
 from arborl.cli.main import app
-from arborl.config.base import validate
-from arborl.config.run import RunConfig
+from arborl.config.config_base import validate
+from arborl.config.run_config import RunConfig
 from arborl.convert import Draft, convert
 from arborl.convert.verl import verl_keys as verl
 from arborl.convert.verl.verl_defaults import DEFAULTS
@@ -143,11 +143,11 @@ def test_ppo_has_a_critic_of_its_own_and_gae_by_token(tmp_path):
          {"algorithm.kl.coef": 0.001, "algorithm.kl.where": "reward", "algorithm.kl.estimator": "k1"}),
         ("algorithm.kl_ctrl.kl_coef=0.5", {"algorithm.kl.coef": None}),
         ("algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=3",
-         {"algorithm.guard.kind": "tis", "algorithm.guard.high": 3}),
+         {"algorithm.importance_weights.kind": "tis", "algorithm.importance_weights.high": 3}),
         ("algorithm.rollout_correction.bypass_mode=True", {"algorithm.anchor": "rollout"}),
         ("algorithm.rollout_correction.bypass_mode=True algorithm.rollout_correction.loss_type=reinforce "
          "algorithm.rollout_correction.rollout_is=token",
-         {"algorithm.loss": "pg", "algorithm.guard.kind": "tis", "algorithm.dual_clip": None}),
+         {"algorithm.loss": "pg", "algorithm.importance_weights.kind": "tis", "algorithm.dual_clip": None}),
         ("algorithm.filter_groups.enable=True data.train_batch_size=512 data.gen_batch_size=1536",
          {"rollout.group_filter": "varied", "rollout.spare_groups": 1024}),
         ("reward_model.reward_manager=dapo +reward_model.reward_kwargs.overlong_buffer_cfg.enable=True "

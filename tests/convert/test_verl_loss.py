@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from arborl.algorithms import make_algorithm
-from arborl.config.base import validate
-from arborl.config.run import RunConfig
+from arborl.config.config_base import validate
+from arborl.config.run_config import RunConfig
 from arborl.convert import convert
 from arborl.learner.core.learner import Learner
 from arborl.rollout.tree import plant
-from arborl.types import Call, Completion, Episode, Finish, Group, Sampling, Task
+from arborl.types import Call, Completion, Episode, FinishReason, Group, Sampling, Task
 
 TASKS, EACH = 4, 3
 COMMON = f"""
@@ -38,7 +38,7 @@ def episodes() -> list[Group]:
             context, calls = list(prompt), []
             for turn in range(1 + (number % 2)):
                 sampled = chance.integers(0, 50, chance.integers(2, 6)).tolist()
-                done = Completion(tuple(sampled), (-3.0,) * len(sampled), Finish.STOP)
+                done = Completion(tuple(sampled), (-3.0,) * len(sampled), FinishReason.STOP)
                 calls.append(Call(tuple(context), done, turn))
                 context += sampled + chance.integers(0, 50, 3).tolist()
             reward = 1.0 if task == 2 else float(chance.integers(0, 3)) / 2 + 0.1 * number

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from arborl.config.load import load
+from arborl.config.load_config import load
 from arborl.data import FileTasks
 from arborl.data.generated.datasets import make
 from arborl.data.generated.problems import CODE_KINDS, code_problems, problems, show

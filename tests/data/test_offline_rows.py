@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from arborl.config.data import DataConfig
+from arborl.config.data_config import DataConfig
 from arborl.data import open_source
 from arborl.data.reading.row_reader import OfflineRowReader, OfflineTask
 from arborl.data.source_factory import OfflineRows

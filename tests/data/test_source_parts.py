@@ -23,6 +23,8 @@ from arborl.errors import ConfigError
 from arborl.rollout.episode_store import EpisodeStore
 from arborl.rollout.token_trees import build_token_trees
 from arborl.track.jsonl import read_metrics
+from arborl.training_run import train
+from arborl.training_run.build import build
 from arborl.types import Message, Task
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "6 * 7"}}</tool_call>'
@@ -83,7 +85,8 @@ def test_one_step_plays_three_agents_with_rewards_of_their_own(files):
     groups = asyncio.run(parts.rollout.collect(tasks, 1, 4))
     asyncio.run(parts.rewards.score(groups))
     named = {
-        source: [e for g in groups if g.task.source == source for e in g.survivors] for source in config.data.sources
+        source: [e for g in groups if g.task.source == source for e in g.valid_episodes]
+        for source in config.data.sources
     }
     assert all(len(episodes) >= 8 for episodes in named.values())
     assert {name for episode in named["sums"] for name in episode.rewards} == {"equal"}
@@ -108,7 +111,7 @@ def test_sampling_and_limits_of_a_source_hold_for_it_alone(files):
     assert [limits[name].episode_seconds for name in limits] == [120.0, 7.0, 120.0]
     groups = asyncio.run(parts.rollout.collect(parts.source.take(0, 8), 1, 2))
     for group in groups:
-        for episode in group.survivors:
+        for episode in group.valid_episodes:
             longest = max(len(call.completion.tokens) for call in episode.calls)
             assert longest <= {"sums": 40, "words": 1, "lake": 64}[group.task.source]
             assert len(episode.turns) <= {"lake": 2}.get(group.task.source, 3)
@@ -231,12 +234,15 @@ def test_a_source_can_weigh_more_than_its_episodes(files):
     ("change", "says"),
     [
         ({"sums": {"path": "x.json", "tols": ["a"]}}, "data.sources.sums.tols: unknown key"),
-        ({"sums": {"ratio": 0.5}}, "says nothing of where tasks come from"),
+        ({"sums": {"ratio": 0.5}}, "has neither rows nor an environment"),
         ({"sums": {"path": "x.json"}, "words": {"path": "y.json", "ratio": 1}}, "sums.ratio: is missing"),
         ({"sums": {"path": "x.json", "agent": "chat", "tools": ["calculator"]}}, "agent=chat calls none"),
         ({"sums": {"path": "x.json", "rewards": ["env"]}}, "gives no reward of its own"),
         ({"sums": {"path": "x.json", "hub": "y"}}, "path and hub are given"),
-        ({"sums": {"path": "x.json", "agent": {"name": "tool", "tool_format": "react"}}}, "writes calls in one way"),
+        (
+            {"sums": {"path": "x.json", "agent": {"name": "tool", "tool_format": "react"}}},
+            "a model has one format of tool calls",
+        ),
         ({"sums": {"path": "x.json", "sampling": {"temprature": 0.5}}}, "unknown key"),
         ({"sums": {"path": "x.json", "limits": {"max_context": 4096}}}, "Write a larger sampling.max_context"),
         ({"a/b": {"path": "x.json"}}, "is no name for a source"),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arborl.config.data import DataConfig
+from arborl.config.data_config import DataConfig
 from arborl.data import open_source
 from arborl.data.mixing.task_pools import RowOrder, RowPool
 from arborl.data.reading import table_files as data_files

@@ -155,7 +155,7 @@ def test_rows_may_come_in_their_own_order_and_held_out_ones_from_a_function():
 
 
 def test_what_says_two_things_about_rows_is_refused():
-    from arborl.config.data import DataConfig
+    from arborl.config.data_config import DataConfig
 
     with pytest.raises(ValueError, match="both give held-out rows"):
         DataConfig(path="a.json", evaluation_path="b.json", evaluation_rows="m:f")

@@ -10,9 +10,9 @@ import pytest
 
 import arborl
 from arborl.algorithms.selection import reasons
-from arborl.config.algorithm import AlgorithmConfig
+from arborl.config.algorithm_config import AlgorithmConfig
 from arborl.track.jsonl import read_metrics
-from arborl.types import Stop
+from arborl.types import StopReason
 
 PAGE = (Path(__file__).parents[2] / "docs" / "run-folder.md").read_text(encoding="utf-8")
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "1 + 2"}}</tool_call>'
@@ -53,7 +53,7 @@ def test_a_name_that_nobody_explains_is_noticed():
 def test_stops_and_reasons_for_dropping_are_all_listed():
     losses = ({"name": name} for name in ("grpo", "dpo", "sft", "remax", "maxrl"))
     why = {reason for one in losses for reason in reasons(AlgorithmConfig(**one))}
-    for word in (*(stop.value for stop in Stop), *why):
+    for word in (*(stop.value for stop in StopReason), *why):
         assert f"`{word}`" in PAGE, word
 
 
@@ -62,5 +62,5 @@ def test_every_field_of_an_episode_file_is_explained(tmp_path):
     row = json.loads((done.folder / "episodes" / "step-000001.jsonl").read_text().splitlines()[0])
     fields = {*row, *row["task"], *row["turns"][0], *row["calls"][0], *row["calls"][0]["reply"]}
     assert [field for field in sorted(fields) if f"`{field}`" not in PAGE] == []
-    said = [message for call in row["calls"] for message in call["messages"][2]]
-    assert {"user"} <= {message["role"] for message in said}
+    output = [message for call in row["calls"] for message in call["messages"][2]]
+    assert {"user"} <= {message["role"] for message in output}

@@ -74,6 +74,6 @@ def test_every_recipe_is_in_the_list_of_recipes():
     assert listed == {path.parent.name for path in (ROOT / "recipes").glob("*/README.md")}
 
 
-def test_every_room_has_its_section():
-    rooms = {path.parent.name for path in (ROOT / "src" / "arborl").glob("*/__init__.py")}
-    assert set(re.findall(r"^## (\w+)$", (DOCS / "rooms.md").read_text(), re.MULTILINE)) == rooms
+def test_every_package_has_its_section():
+    packages = {path.parent.name for path in (ROOT / "src" / "arborl").glob("*/__init__.py")}
+    assert set(re.findall(r"^## (\w+)$", (DOCS / "packages.md").read_text(), re.MULTILINE)) == packages

@@ -30,7 +30,7 @@ def sentences() -> tuple[str, ...]:
     return tuple(found)
 
 
-def said(message: str) -> bool:
+def output(message: str) -> bool:
     """Whether the fixed parts of a message stand in one text of the source, in this order."""
     parts = [part.strip() for part in message.split("…") if part.strip(" .,")]
     pattern = re.compile(".*?".join(map(re.escape, parts)), re.DOTALL)
@@ -43,11 +43,11 @@ def test_there_are_as_many_messages_as_a_newcomer_meets():
 
 @pytest.mark.parametrize("message", QUOTED)
 def test_a_quoted_message_is_in_the_source(message):
-    assert said(message)
+    assert output(message)
 
 
 def test_a_message_that_nobody_says_is_noticed():
-    assert not said("…: unknown key, sorry. …")
+    assert not output("…: unknown key, sorry. …")
 
 
 def test_every_diagnosis_of_a_step_is_on_the_page():

@@ -23,13 +23,15 @@ def well(step: int) -> Row:
     return {
         "step": step, "episode/count": 16.0, "episode/failed": 0.0, "episode/calls": 2.0, "episode/turns": 2.0,
         "episode/sampled": 20.0 + chance.uniform(-2, 2), "episode/success": success, "episode/valid": 0.95,
-        "group/flat": 0.25, "call/cut_off": 0.02, "stop/done": 0.9, "stop/truncated": 0.1, "stop/max_turns": 0.0,
-        "stop/context_full": 0.0, "reward/mean": success, "reward/std": 0.4, "learner/terms": 320.0,
+        "group/zero_variance": 0.25, "call/cut_off": 0.02, "stop/done": 0.9, "stop/truncated": 0.1,
+        "stop/max_turns": 0.0, "stop/context_full": 0.0, "reward/mean": success, "reward/std": 0.4,
+        "learner/terms": 320.0,
         "learner/groups": 4.0, "learner/grad_norm": 0.4 + chance.uniform(0, 0.6), "learner/skipped": 0.0,
         "learner/skipped/gradient": 0.0, "policy/entropy": 0.4 - 0.2 * done + chance.uniform(0, 0.05),
-        "policy/rollout_gap": 1e-6 * chance.uniform(1, 2), "policy/clipped": 0.05, "policy/kl": 0.02 * done,
+        "policy/logprob_diff": 1e-6 * chance.uniform(1, 2), "policy/clipped": 0.05, "policy/kl": 0.02 * done,
         "policy/loss": chance.uniform(-0.1, 0.1), "batch/lag_mean": 0.0, "rollout/filtered": 0.0,
-        "rollout/missing": 0.0, "rollout/threads_stuck": 0.0, "dropped/stale": 0.0, "dropped/reward_not_finite": 0.0,
+        "rollout/missing": 0.0, "rollout/threads_stuck": 0.0, "rollout/dropped_stale": 0.0,
+        "dropped/reward_not_finite": 0.0,
     }  # fmt: skip
 
 
@@ -44,7 +46,7 @@ def episode(step: int, task: int, member: int, said: Sequence[str] = (), ids: Se
     for number, text in enumerate(texts):
         tokens = tuple(ids) or tuple(10 + ord(letter) for letter in text)
         reply = Message("assistant", text, sampled=True)
-        done = Completion((*tokens, 2), (-0.1,) * (len(tokens) + 1), Finish.STOP, step - 1)
+        done = Completion((*tokens, 2), (-0.1,) * (len(tokens) + 1), FinishReason.STOP, step - 1)
         made.calls.append(Call(prompt, done, number, messages=(Message("user", "Go."),), reply=reply))
         seen = Message("user", f"You are at {chance.randrange(99)}.")
         made.turns.append(Turn(reply, (seen,), reward=good * (number + 1 == len(texts))))

@@ -189,7 +189,7 @@ def same(step: int, task: int, member: int) -> Any:
 def silent(step: int, task: int, member: int) -> Any:
     made = runs.episode(step, task, member)
     made.calls = [
-        replace(call, completion=replace(call.completion, tokens=(2,), logprobs=(-0.1,), finish=Finish.STOP))
+        replace(call, completion=replace(call.completion, tokens=(2,), logprobs=(-0.1,), finish=FinishReason.STOP))
         for call in made.calls
     ]
     return made

@@ -10,12 +10,12 @@ from click.testing import Result
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from arborl.api import Asked, measure, train
 from arborl.cli.main import app
-from arborl.config.load import load
+from arborl.config.load_config import load
 from arborl.errors import ConfigError
 from arborl.rollout.runner import Rollout
 from arborl.track.jsonl import read_metrics
+from arborl.training_run import MeasureOptions, measure, train
 
 QUIET = [
     "track.gifs=0", "track.tensorboard=false", "deterministic=true", "threads=1", "model.device=cpu",
@@ -31,15 +31,15 @@ CHAT = (("Hello!", "Hi! What can I do for you?"), ("Say yes.", "Yes."), ("Who ar
 
 
 def rows(kind: str) -> list[dict]:
-    asked = [(f"{question} {number}", answer) for number in range(7) for question, answer in CHAT]
+    requested = [(f"{question} {number}", answer) for number in range(7) for question, answer in CHAT]
     if kind == "sft":
-        return [{"prompt": question, "completion": answer} for question, answer in asked]
+        return [{"prompt": question, "completion": answer} for question, answer in requested]
     if kind == "kto":
         return [
             {"prompt": question, "completion": answer if number % 2 else "No.", "label": bool(number % 2)}
-            for number, (question, answer) in enumerate(asked)
+            for number, (question, answer) in enumerate(requested)
         ]
-    return [{"prompt": question, "chosen": answer, "rejected": "No, no."} for question, answer in asked]
+    return [{"prompt": question, "chosen": answer, "rejected": "No, no."} for question, answer in requested]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def nothing_is_sampled(request, monkeypatch):
         return {}
 
     if "[sft]" not in request.node.name:  # drawing takes longer than training here
-        monkeypatch.setattr("arborl.api.session.keepsakes", no_pictures)
+        monkeypatch.setattr("arborl.training_run.run_session.keepsakes", no_pictures)
 
 
 def invoke(*words: str) -> Result:
@@ -103,7 +103,7 @@ def test_a_run_on_given_rows_lowers_the_held_out_loss_and_goes_on_exactly(name, 
     steps = [row for row in metrics if "policy/loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3]
     assert name == "sft" or steps[0]["policy/loss"] == pytest.approx(AT_FIRST[name], rel=1e-5)
-    assert not any(key.startswith(("reward/", "group/", "policy/rollout_gap")) for row in steps for key in row)
+    assert not any(key.startswith(("reward/", "group/", "policy/logprob_diff")) for row in steps for key in row)
     first, final = weights(tmp_path / "whole"), settled(tmp_path / "whole")
     train(load(None, [*settings, f"output_dir={tmp_path / 'whole'}"]), resume="2")
     again = weights(tmp_path / "whole")
@@ -139,11 +139,8 @@ def test_demonstrations_come_first_then_beside_and_both_phases_go_on_exactly(fil
 
 
 def test_demonstrations_may_come_from_a_function_and_have_a_learning_rate_of_their_own(tmp_path):
-    asked = (
-        "demonstrations.rows={name: 'arborl.seedling.transcript_rows:transcript_rows', "
-        "args: {kind: frozen_lake, count: 12}}"
-    )
-    own = [asked, "demonstrations.rows.args.skill=0.5", "demonstrations.imitation_lr=3e-3", "learner.lr=1e-4"]
+    rows = "demonstrations.rows={name: 'arborl.seedling.rows:transcript_rows', args: {kind: frozen_lake, count: 12}}"
+    own = [rows, "demonstrations.rows.args.skill=0.5", "demonstrations.imitation_lr=3e-3", "learner.lr=1e-4"]
     train(load(None, [*DEMONSTRATED, *own, f"output_dir={tmp_path / 'run'}"]))
     steps = [row for row in settled(tmp_path / "run") if "policy/loss" in row]
     assert [row["learner/lr"] for row in steps] == pytest.approx([3e-3, 3e-3, 1e-4, 5e-5])
@@ -151,8 +148,8 @@ def test_demonstrations_may_come_from_a_function_and_have_a_learning_rate_of_the
 
 
 def test_measuring_a_run_does_not_make_its_demonstrations_again():
-    asked = "demonstrations={rows: 'no_such_package:rows', steps: 2}"
-    (played,) = measure(["seedling"], Asked([*QUIET, asked, "evaluation.tasks=1"], [1.0]))
+    requested = "demonstrations={rows: 'no_such_package:rows', steps: 2}"
+    (played,) = measure(["seedling"], MeasureOptions([*QUIET, requested, "evaluation.tasks=1"], [1.0]))
     assert played.metrics["tasks"] == 1
 
 
@@ -164,14 +161,14 @@ def test_measuring_a_run_does_not_make_its_demonstrations_again():
         (["algorithm=sft", "data.path=FILE", "rollout.group_size=4"], "rollout.group_size: with given rows nothing"),
         (["algorithm=sft", "data.path=FILE", "engine=local"], "engine=local: with given rows nothing is sampled"),
         (["algorithm=sft", "data.path=FILE", "tools=[calculator]"], "tools: with given rows nothing is sampled"),
-        (["data.given=true", "data.path=FILE"], "algorithm.loss=ppo: given rows are learned from by one of"),
-        (["algorithm=sft", "data.given=true"], "a source has none. Write data.path=FILE"),
+        (["data.offline=true", "data.path=FILE"], "algorithm.loss=ppo: offline runs have one of the losses"),
+        (["algorithm=sft", "data.offline=true"], "a source has none. Write data.path=FILE"),
         (["algorithm=kto", "data.path=FILE", "rollout.tasks_per_step=1"], "Write rollout.tasks_per_step=2 or more"),
-        (["engine=none"], "engine=none samples nothing, and this run plays"),
+        (["engine=none"], "engine=none samples nothing, and this run is not offline"),
         (["demonstrations.path=FILE"], "Write steps=20, or weight=0.1"),
-        (["demonstrations.steps=3"], "demonstrations are asked for, and there are none. Write path=FILE"),
+        (["demonstrations.steps=3"], "steps or weight is set, but there are no demonstrations. Write path=FILE"),
         (["demonstrations={path: FILE, steps: 30}"], "no step is left for the rest"),
-        (["algorithm=distill"], "there is no one to learn from. Write algorithm.teacher=MODEL"),
+        (["algorithm=distill"], "there is no teacher. Write algorithm.teacher=MODEL"),
         (["algorithm.teacher=seedling"], "teacher=seedling is not read with"),
         (["algorithm=distill", "algorithm.teacher=http://x", "sampling.top_p=0.9"], "at temperature 1, of all tokens"),
     ],
@@ -184,7 +181,7 @@ def test_settings_that_nobody_would_read_or_that_contradict_are_refused(words, s
 
 def test_rows_of_questions_are_still_played_where_rewards_judge_them():
     config = load(None, ["algorithm=sft", "data.path=questions.json", "rewards=[exact]"])
-    assert not config.data.given
+    assert not config.data.offline
     assert config.engine.name == "local"
 
 

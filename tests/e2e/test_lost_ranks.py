@@ -16,12 +16,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "learner"))
 
 from worlds import Copies
 
-from arborl.api import train
-from arborl.config.load import load
-from arborl.errors import LearnerLost
-from arborl.learner.distributed import launch
-from arborl.learner.distributed.run_store import JoinInfo
+from arborl.config.load_config import load
+from arborl.errors import LearnerRankLost
+from arborl.learner import launch
+from arborl.learner.run_store import JoinInfo
 from arborl.rollout.store import EpisodeStore
+from arborl.training_run import train
 
 TWO = [*SMALL, "learner.ranks=2", "evaluation.tasks=0", "track.gifs=0"]
 LOST = ("learner/lost", "learner/steps_lost", "learner/seconds_lost")
@@ -64,8 +64,8 @@ def whole(tmp_path_factory) -> Path:
 
 
 def begin(home: Path, *words: str, kill: Kill | None = None, resume: str | None = None):
-    asked = [*TWO, "learner.strategy=ddp", f"output_dir={home}", *words]
-    return train(load(None, asked), hooks=[kill] if kill else [], resume=resume)
+    requested = [*TWO, "learner.strategy=ddp", f"output_dir={home}", *words]
+    return train(load(None, requested), hooks=[kill] if kill else [], resume=resume)
 
 
 def assert_same_run(home: Path, whole: Path) -> None:
@@ -93,8 +93,8 @@ def test_a_run_that_loses_a_rank_goes_on_from_its_checkpoint(tmp_path, whole, ca
     begin(tmp_path / "run", kill=Kill(3))
     assert_same_run(tmp_path / "run", whole)
     assert losses(tmp_path / "run") == {3: (1.0, 1.0)}
-    said = " ".join(capfd.readouterr().out.split())
-    assert "learner rank 1 of 2 ended with -9. All ranks were started anew. Lost: 1 step, " in said
+    output = " ".join(capfd.readouterr().out.split())
+    assert "learner rank 1 of 2 ended with -9. All ranks were restarted. Lost: 1 step, " in output
 
 
 @pytest.mark.slow
@@ -111,14 +111,16 @@ def test_what_was_told_in_a_step_that_is_done_again_is_told_again(tmp_path, whol
 
 
 def test_a_rank_that_is_lost_at_one_step_again_ends_the_run(tmp_path, whole):
-    with pytest.raises(LearnerLost, match=r"ended with -9: .*stopped, since a rank was lost at this very step, 4, bef"):
+    with pytest.raises(
+        LearnerRankLost, match=r"ended with -9: .*stopped, because a rank was lost at the same step, 4, bef"
+    ):
         begin(tmp_path / "run", kill=Kill(3, 3))
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped"]
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_by_itself_as_often_as_it_may_and_then_by_hand(tmp_path, whole):
-    with pytest.raises(LearnerLost, match=r"\(learner.restarts=0\). Go on .* with arborl train --resume latest"):
+    with pytest.raises(LearnerRankLost, match=r"\(learner.restarts=0\). Go on .* with arborl train --resume latest"):
         begin(tmp_path / "run", "learner.restarts=0", kill=Kill(3))
     begin(tmp_path / "run", "learner.restarts=0", resume="latest")
     (aside,) = (tmp_path / "run").glob("summary.before*")

@@ -34,8 +34,8 @@ def ranks_of(pid: int) -> list[int]:
 
 @pytest.mark.slow
 def test_a_run_whose_rank_dies_says_so_and_goes_on_from_its_checkpoint(tmp_path):
-    code, said = forked("-m", "arborl", "train", *SMALL, *SHARDED, "output_dir=whole", cwd=tmp_path)
-    assert code == 0, said
+    code, output = forked("-m", "arborl", "train", *SMALL, *SHARDED, "output_dir=whole", cwd=tmp_path)
+    assert code == 0, output
     assert all(row["learner/ranks"] == 2.0 for row in settled(tmp_path / "whole") if "learner/ranks" in row)
     by_hand = ["learner.restarts=0", "output_dir=cut"]
     victim = Forked(["-m", "arborl", "train", *SMALL, *SHARDED, *by_hand], cwd=tmp_path)
@@ -46,21 +46,21 @@ def test_a_run_whose_rank_dies_says_so_and_goes_on_from_its_checkpoint(tmp_path)
         time.sleep(0.01)
     (rank,) = ranks_of(victim.pid)
     os.kill(rank, signal.SIGKILL)
-    said, _ = victim.communicate(timeout=60)
+    output, _ = victim.communicate(timeout=60)
     if victim.returncode != 0:  # else the rank had nothing left to do
         assert victim.returncode == 1
-        assert "learner rank 1 of 2 was killed by signal 9" in said
-        assert "Traceback" not in said
-        code, said = forked("-m", "arborl", "train", "--resume", "latest", "output_dir=cut", cwd=tmp_path)
-        assert code == 0, said
+        assert "learner rank 1 of 2 was killed by signal 9" in output
+        assert "Traceback" not in output
+        code, output = forked("-m", "arborl", "train", "--resume", "latest", "output_dir=cut", cwd=tmp_path)
+        assert code == 0, output
     ours, theirs = weights(tmp_path / "cut"), weights(tmp_path / "whole")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
     done = invoke("export", str(tmp_path / "whole/checkpoints/step-000004"), "--out", str(tmp_path / "model"))
     assert done.exit_code == 0, done.output
     more = ["learner.strategy=single", "learner.ranks=1", "trainer.steps=5"]
-    code, said = forked("-m", "arborl", "train", "--resume", "latest", "output_dir=whole", *more, cwd=tmp_path)
-    assert code == 0, said
+    code, output = forked("-m", "arborl", "train", "--resume", "latest", "output_dir=whole", *more, cwd=tmp_path)
+    assert code == 0, output
 
 
 LAUNCHERS = {
@@ -73,14 +73,14 @@ LAUNCHERS = {
 def test_torchrun_and_accelerate_start_the_ranks_too(tmp_path):
     """The same run as where it starts them itself."""
     words = ["-m", "arborl", "train", *SMALL, "evaluation.tasks=0", "track.gifs=0", "learner.strategy=fsdp2"]
-    code, said = forked(*words, "learner.ranks=2", "output_dir=own", cwd=tmp_path)
-    assert code == 0, said
+    code, output = forked(*words, "learner.ranks=2", "output_dir=own", cwd=tmp_path)
+    assert code == 0, output
     theirs = weights(tmp_path / "own")
     for name, launcher in LAUNCHERS.items():
         if name == "accelerate":
             pytest.importorskip("accelerate")
-        asked = [sys.executable, "-m", *launcher, *words, f"output_dir={name}"]
-        done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+        requested = [sys.executable, "-m", *launcher, *words, f"output_dir={name}"]
+        done = subprocess.run(requested, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
         ours = weights(tmp_path / name)
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
@@ -91,8 +91,8 @@ def test_torchrun_and_accelerate_start_the_ranks_too(tmp_path):
 def test_a_rank_that_torchrun_started_ends_the_run_with_its_name(tmp_path):
     """It is not ours to start anew."""
     words = ["-m", "arborl", "train", *SMALL, "trainer.steps=500", "evaluation.tasks=0", "learner.strategy=ddp"]
-    asked = [sys.executable, "-m", *LAUNCHERS["torchrun"], *words, "output_dir=run"]
-    run = subprocess.Popen(asked, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    requested = [sys.executable, "-m", *LAUNCHERS["torchrun"], *words, "output_dir=run"]
+    run = subprocess.Popen(requested, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 300
     while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
         assert time.monotonic() < deadline
@@ -101,9 +101,9 @@ def test_a_rank_that_torchrun_started_ends_the_run_with_its_name(tmp_path):
     for child in psutil.Process(run.pid).children():
         if child.environ().get("RANK") == "1":
             child.kill()
-    said, _ = run.communicate(timeout=120)
+    output, _ = run.communicate(timeout=120)
     assert run.returncode != 0
-    assert "exitcode  : -9" in said
+    assert "exitcode  : -9" in output
     assert not psutil.pid_exists(run.pid)
 
 

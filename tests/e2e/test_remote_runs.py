@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from fake_server import FakeServer
 
 from arborl.cli.main import app
-from arborl.config.base import validate
-from arborl.config.run import RunConfig
-from arborl.engines.remote import replicas
-from arborl.engines.remote.http_engine import HttpEngine
+from arborl.config.config_base import validate
+from arborl.config.run_config import RunConfig
+from arborl.engines import replicas
+from arborl.engines.http import HttpEngine
 from arborl.errors import ConfigError
 from arborl.rollout.episode_store import EpisodeStore
 from arborl.track.jsonl import read_metrics
@@ -84,9 +84,9 @@ def test_a_chat_server_is_measured(serve):
     ran = invoke("evaluate", "seedling", "engine=http", f"engine.urls=[{server.url}]", "evaluation.tasks=2", SMALL[-2])
     assert ran.exit_code == 0, ran.output
     assert "success" in ran.output
-    asked = [json.loads(body) for what, body in server.log if what == "chat"]
-    assert asked[0]["model"] == "somebody-elses"
-    assert asked[0]["messages"][-1]["role"] == "user"
+    requested = [json.loads(body) for what, body in server.log if what == "chat"]
+    assert requested[0]["model"] == "somebody-elses"
+    assert requested[0]["messages"][-1]["role"] == "user"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,10 @@ def test_a_server_that_will_not_do_is_one_message_and_nothing_is_written(serve, 
     ("settings", "complaint"),
     [
         (["engine=vllm"], "engine=vllm: this environment has no vLLM. Install it there"),
-        (["engine=vllm", "engine.python=/no/python"], "engine.python=/no/python: is no Python that can be started"),
+        (
+            ["engine=vllm", "engine.python=/no/python"],
+            "engine.python=/no/python: cannot be started as a Python interpreter",
+        ),
         (
             ["engine=http", "engine.urls=[http://127.0.0.1:9]"],
             "http://127.0.0.1:9: no server there",
@@ -130,7 +133,7 @@ def test_an_engine_that_is_not_there_is_one_message_and_nothing_is_written(tmp_p
     ("settings", "complaint"),
     [
         ({"engine": "http"}, "engine=http needs its servers. Write engine.urls=[http://HOST:8000]"),
-        ({"engine": {"name": "http", "urls": ["host:80"]}}, "'host:80' is no address"),
+        ({"engine": {"name": "http", "urls": ["host:80"]}}, "'host:80' is not an address"),
         ({"engine": {"name": "http", "urls": ["http://a", "http://a"]}}, "named twice"),
         ({"engine": {"urls": ["http://a"]}}, "urls is for engine=http, not for engine=local"),
         ({"engine": {"name": "http", "urls": ["http://a"], "python": "x"}}, "python is for engine=vllm"),

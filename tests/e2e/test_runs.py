@@ -60,8 +60,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_a_run_killed_with_9_and_resumed_ends_bit_equal_to_one_that_was_not(tmp_path):
     # each in a process of its own: what other tests have left in this one may change how sums are rounded
-    code, said = forked("-m", "arborl", "train", *SMALL, "output_dir=whole", cwd=tmp_path)
-    assert code == 0, said
+    code, output = forked("-m", "arborl", "train", *SMALL, "output_dir=whole", cwd=tmp_path)
+    assert code == 0, output
     victim = Forked(["-m", "arborl", "train", *SMALL, "output_dir=cut"], cwd=tmp_path)
     metrics = tmp_path / "cut" / "metrics.jsonl"
     deadline = time.monotonic() + 120
@@ -75,8 +75,8 @@ def test_a_run_killed_with_9_and_resumed_ends_bit_equal_to_one_that_was_not(tmp_
     victim.communicate()
     assert not (tmp_path / "cut" / "summary.json").exists()
 
-    code, said = forked("-m", "arborl", "train", "--resume", "latest", "output_dir=cut", cwd=tmp_path)
-    assert code == 0, said
+    code, output = forked("-m", "arborl", "train", "--resume", "latest", "output_dir=cut", cwd=tmp_path)
+    assert code == 0, output
     assert settled(tmp_path / "cut") == settled(tmp_path / "whole")
     assert any(row["learner/grad_norm"] > 0 for row in settled(tmp_path / "whole")[3:])  # or equal weights show nothing
     ours, theirs = weights(tmp_path / "cut"), weights(tmp_path / "whole")
@@ -90,7 +90,7 @@ def test_a_run_killed_with_9_and_resumed_ends_bit_equal_to_one_that_was_not(tmp_
 @pytest.mark.parametrize(
     ("number", "code"),
     [
-        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),  # each alone is in tests/api/test_signals.py
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),  # each alone is in tests/training_run/test_signals.py
         (signal.SIGTERM, 143),
         pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
     ],
@@ -104,10 +104,10 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, number, code):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     victim.send_signal(number)
-    said, _ = victim.communicate(timeout=60)
+    output, _ = victim.communicate(timeout=60)
     assert victim.returncode == code
-    assert "--resume latest output_dir=stopped" in said
-    assert "Traceback" not in said
+    assert "--resume latest output_dir=stopped" in output
+    assert "Traceback" not in output
     saved = sorted((tmp_path / "stopped" / "checkpoints").iterdir())[-1]
     assert json.loads((saved / "state.json").read_text())["step"] == metrics.read_text().count("\n")
 
@@ -280,7 +280,7 @@ def test_any_async_function_is_an_agent_and_an_environment_may_be_an_object(tmp_
 def test_python_trains_a_tool_agent_on_a_file_with_its_own_tool_and_reward(tmp_path):
     rows = [{"question": f"What is {a} + 2? Answer as <answer>number</answer>.", "answer": a + 2} for a in range(30)]
     (tmp_path / "train.json").write_text(json.dumps(rows))
-    asked: list[str] = []
+    requested: list[str] = []
 
     @arborl.tool
     def adder(expression: str) -> int:
@@ -289,7 +289,7 @@ def test_python_trains_a_tool_agent_on_a_file_with_its_own_tool_and_reward(tmp_p
         Args:
             expression: such as 1 + 2.
         """
-        asked.append(expression)
+        requested.append(expression)
         return sum(map(int, expression.split("+")))
 
     @arborl.reward
@@ -303,7 +303,7 @@ def test_python_trains_a_tool_agent_on_a_file_with_its_own_tool_and_reward(tmp_p
         **{"engine.replies": [call, "<answer>3</answer>"], "sampling.max_tokens": 64, "rollout.tasks_per_step": 2,
            "rollout.group_size": 4, "evaluation.tasks": 2, "track.tensorboard": False},
     )  # fmt: skip
-    assert asked
+    assert requested
     _, row = read_metrics(done.folder / "metrics.jsonl")
     assert row["episode/tool/calls"] > 0
     assert done.summary["steps"] == 1

@@ -14,8 +14,8 @@ from forked import Forked, forked
 from safetensors.torch import load_file
 
 import arborl
-from arborl.checkpoint import complete, find
-from arborl.errors import CannotWrite
+from arborl.checkpoint import complete_checkpoints, find
+from arborl.errors import DiskWriteError
 
 SMALL = [
     "rollout.tasks_per_step=2", "rollout.group_size=3", "trainer.steps=6", "trainer.save_every=1", "evaluation.tasks=0",
@@ -56,7 +56,7 @@ def wait_until(true, process: Forked) -> None:
 def half_written(folder: Path, after: int):
     """Whether a checkpoint is being written, and so many are there."""
     root = folder / "checkpoints"
-    return lambda: len(complete(root)) >= after and any(root.glob(".tmp-*"))
+    return lambda: len(complete_checkpoints(root)) >= after and any(root.glob(".tmp-*"))
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -66,8 +66,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
-    code, said = forked("-m", "arborl", "train", *SMALL, f"output_dir={folder}")
-    assert code == 0, said
+    code, output = forked("-m", "arborl", "train", *SMALL, f"output_dir={folder}")
+    assert code == 0, output
     return folder
 
 
@@ -81,10 +81,10 @@ def test_a_run_killed_while_a_checkpoint_is_written_goes_on_from_the_one_before_
     time.sleep(later)
     victim.send_signal(signal.SIGKILL)
     victim.communicate()
-    there = complete(tmp_path / "cut" / "checkpoints")
+    there = complete_checkpoints(tmp_path / "cut" / "checkpoints")
     assert there
-    code, said = forked("-m", "arborl", "train", "--resume", "latest", f"output_dir={tmp_path / 'cut'}")
-    assert code == 0, said
+    code, output = forked("-m", "arborl", "train", "--resume", "latest", f"output_dir={tmp_path / 'cut'}")
+    assert code == 0, output
     ours, theirs = weights(tmp_path / "cut"), weights(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert not list((tmp_path / "cut" / "checkpoints").glob(".*"))
@@ -94,10 +94,10 @@ def test_ctrl_c_while_a_checkpoint_is_written_waits_and_leaves_nothing_half(tmp_
     victim = start(tmp_path / "run", "trainer.steps=500")
     wait_until(half_written(tmp_path / "run", after=1), victim)
     victim.send_signal(signal.SIGINT)
-    said, _ = victim.communicate(timeout=60)
-    assert victim.returncode == 130, said
-    assert "Stopped at step" in said
-    assert "Traceback" not in said
+    output, _ = victim.communicate(timeout=60)
+    assert victim.returncode == 130, output
+    assert "Stopped at step" in output
+    assert "Traceback" not in output
     root = tmp_path / "run" / "checkpoints"
     assert not list(root.glob(".*"))
     steps = (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")
@@ -118,7 +118,7 @@ def test_a_disk_that_fills_up_in_the_background_ends_the_run_with_one_sentence(t
         save(state, path)
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(CannotWrite, match=r"step-000002: cannot be written: No space left on device\."):
+    with pytest.raises(DiskWriteError, match=r"step-000002: cannot be written: No space left on device\."):
         arborl.run(**settings(tmp_path / "run"))
     root = tmp_path / "run" / "checkpoints"
     assert [path.name for path in root.iterdir()] == ["step-000001"]
@@ -132,7 +132,7 @@ def test_a_disk_that_is_full_at_the_last_checkpoint_is_told_and_the_run_is_not_f
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(CannotWrite, match="step-000006: cannot be written"):
+    with pytest.raises(DiskWriteError, match="step-000006: cannot be written"):
         arborl.run(**settings(tmp_path / "run") | {"trainer.save_every": 6})
     assert not (tmp_path / "run" / "summary.json").exists()
 

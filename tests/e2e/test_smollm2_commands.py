@@ -60,15 +60,15 @@ def place(tmp_path_factory):
     (folder / "mine.py").write_text(REWARD)
     (folder / "program.py").write_text(PROGRAM)
     pytest.importorskip("peft")
-    said = arborl(folder, "train", "model=smollm2", "name=tiny", "env.args.size=3", "trainer.steps=1", *SMALL)
-    assert "nothing learned" not in said
+    output = arborl(folder, "train", "model=smollm2", "name=tiny", "env.args.size=3", "trainer.steps=1", *SMALL)
+    assert "nothing learned" not in output
     return folder
 
 
 def test_a_run_is_resumed_and_measured(place):
-    assert "Goes on from step 1" in arborl(place, "train", "--resume", "runs/tiny-001", "trainer.steps=2")
+    assert "Resumes from step 1" in arborl(place, "train", "--resume", "runs/tiny-001", "trainer.steps=2")
     rows = [json.loads(line) for line in (place / "runs/tiny-001/metrics.jsonl").read_text().splitlines()]
-    assert max(row["policy/rollout_gap"] for row in rows if "policy/rollout_gap" in row) < 1e-3
+    assert max(row["policy/logprob_diff"] for row in rows if "policy/logprob_diff" in row) < 1e-3
     assert "reward" in arborl(place, "evaluate", "runs/tiny-001", "--episodes", "2")
     assert "runs/tiny-001" in arborl(place, "report", "runs/tiny-001")
 
@@ -88,20 +88,20 @@ def test_a_question_is_answered(words, place):
 
 def test_an_episode_is_shown_token_by_token(place):
     settings = ("env.args.size=3", "sampling.max_tokens=8", "rollout.max_turns=2")
-    said = arborl(place, "rollout", "--model", "smollm2", *settings)
-    assert "<|im_start|>assistant" in said
-    assert "16 sampled" in said
+    output = arborl(place, "rollout", "--model", "smollm2", *settings)
+    assert "<|im_start|>assistant" in output
+    assert "16 sampled" in output
 
 
 def test_a_program_behind_an_endpoint_is_trained(place):
     for package in ("openai", "fastapi", "uvicorn"):
         pytest.importorskip(package)
     arborl(place, "data", "make", "arithmetic", "--out", "data")
-    said = arborl(
+    output = arborl(
         place, "train", "model=smollm2", "name=endpoint", "trainer.steps=1", "data.path=data/arithmetic.json",
         "agent=endpoint", "agent.args.command=[python,program.py]", "sampling.max_context=512", *SMALL,
     )  # fmt: skip
-    assert "nothing learned" not in said
+    assert "nothing learned" not in output
 
 
 def test_it_is_served_over_openais_api(place):
@@ -121,9 +121,9 @@ def test_it_is_served_over_openais_api(place):
         answer = asked_until_it_answers(request)
     finally:
         server.send_signal(signal.SIGINT)
-        _, said = server.communicate(timeout=60)
+        _, output = server.communicate(timeout=60)
     assert "Paris" in answer["choices"][0]["message"]["content"]
-    assert server.returncode == 0, said
+    assert server.returncode == 0, output
 
 
 def asked_until_it_answers(request: urllib.request.Request) -> dict:

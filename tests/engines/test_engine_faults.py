@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from arborl.engines.local import LocalEngine
 from arborl.errors import EngineError
-from arborl.types import Finish, Sampling
+from arborl.types import FinishReason, Sampling
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +276,7 @@ def test_under_cancels_deadlines_faults_and_loads_survivors_say_what_they_would_
         if isinstance(done, asyncio.CancelledError):
             continue
         survived += 1
-        late = not isinstance(done, Exception) and done.finish is Finish.ABORT
+        late = not isinstance(done, Exception) and done.finish is FinishReason.ABORT
         if late and not isinstance(wanted, Exception):
             assert done.tokens == wanted.tokens[: len(done.tokens)]
         elif not late:

@@ -17,7 +17,7 @@ from fake_server import FakeServer
 from arborl.engines.remote import replicas
 from arborl.engines.remote.http_engine import HttpEngine
 from arborl.errors import EngineError
-from arborl.types import Finish, Sampling
+from arborl.types import FinishReason, Sampling
 
 KINDS = ("vllm", "vllm completions", "sglang")
 
@@ -289,7 +289,7 @@ def test_a_deadline_and_a_stop_text_end_a_completion_early(seedling, serve):
         return free, cut
 
     free, cut = asyncio.run(run())
-    assert (cut.tokens, cut.finish) == (free.tokens[:2], Finish.STOP)
+    assert (cut.tokens, cut.finish) == (free.tokens[:2], FinishReason.STOP)
 
 
 def test_whoever_goes_leaves_nothing_behind(seedling, serve):

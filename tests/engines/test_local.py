@@ -33,7 +33,7 @@ from arborl.engines.local.scheduler import EngineRequest, InputBatch
 from arborl.errors import EngineError
 from arborl.learner.core.learner import Learner
 from arborl.rollout.tree import plant
-from arborl.types import Call, Episode, Finish, Group, Sampling, Task
+from arborl.types import Call, Episode, FinishReason, Group, Sampling, Task
 
 
 def random_prompts(sizes: list[int], vocabulary: int, seed: int = 0) -> list[list[int]]:
@@ -293,7 +293,7 @@ def test_a_stop_token_ends_the_completion_and_is_part_of_it(qwen3):
     (stopped,) = generate(engine, [prompt], [Sampling(8, 0.0, stop=(free.tokens[3],))])
     cut = free.tokens.index(free.tokens[3]) + 1
     assert stopped.tokens == free.tokens[:cut]
-    assert stopped.finish is Finish.STOP
+    assert stopped.finish is FinishReason.STOP
 
 
 def test_a_stop_text_ends_the_completion_as_soon_as_it_is_written(seedling):
@@ -304,7 +304,7 @@ def test_a_stop_text_ends_the_completion_as_soon_as_it_is_written(seedling):
     text = renderer.tokenizer.decode(free.tokens)
     wanted = text[4:7]
     (cut,) = generate(engine, [prompt], [Sampling(30, 0.0, stop_texts=(wanted, "never written"))])
-    assert cut.finish is Finish.STOP
+    assert cut.finish is FinishReason.STOP
     assert cut.tokens == free.tokens[: len(cut.tokens)]
     assert wanted in renderer.tokenizer.decode(cut.tokens)
     assert wanted not in renderer.tokenizer.decode(cut.tokens[:-1])
@@ -315,7 +315,7 @@ def test_a_deadline_ends_a_request_with_what_has_been_sampled(qwen3):
     launch = engine.runner.launch
     engine.runner.launch = lambda step: (time.sleep(0.002), launch(step))[1]  # else all is said in less
     late, free = generate(engine, [[1, 2], [3]], [Sampling(200, 0.0, seconds=0.1), Sampling(200, 0.0)])
-    assert late.finish is Finish.ABORT
+    assert late.finish is FinishReason.ABORT
     assert 0 < len(late.tokens) < 200
     assert len(free.tokens) == 200
 
@@ -387,7 +387,7 @@ def test_uniform_numbers_are_uniform_over_seeds_and_over_positions():
 
 def test_adapters_are_sampled_through_and_change_what_is_said():
     pytest.importorskip("peft")
-    from arborl.config.run import LoraConfig
+    from arborl.config.run_config import LoraConfig
     from arborl.models.lora import add_lora
 
     torch.manual_seed(4)

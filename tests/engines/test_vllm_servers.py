@@ -173,7 +173,7 @@ def test_a_run_goes_on_when_a_server_is_killed_and_the_restarted_one_samples_fro
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["engine/servers"] for row in rows] == [2, 2, 1, 1, 2, 2]
     assert rows[2]["engine/retried"] >= 2
-    assert max(row["policy/rollout_gap_max"] for row in rows) < 1e-3
+    assert max(row["policy/logprob_diff_max"] for row in rows) < 1e-3
 
     played = [list(EpisodeStore.read(file)) for file in sorted((tmp_path / "run" / "episodes").glob("step-*.jsonl"))]
     assert [len({one.id for one in step}) for step in played] == [len(step) for step in played] == [8] * 6

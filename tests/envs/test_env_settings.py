@@ -8,11 +8,11 @@ from collections import Counter
 import pytest
 
 import arborl
-from arborl.build import build
 from arborl.config import RunConfig
-from arborl.config.base import dump_yaml, validate
-from arborl.config.load import load
+from arborl.config.config_base import dump_yaml, validate
+from arborl.config.load_config import load
 from arborl.errors import ConfigError
+from arborl.training_run.build import build
 
 LAKES = {
     "custom_envs": {
@@ -65,7 +65,7 @@ def test_what_does_not_fit_together_is_refused_by_name(change, complaint):
 
 
 def test_the_same_number_under_two_names_must_be_the_same():
-    with pytest.raises(ConfigError, match="two names for one number"):
+    with pytest.raises(ConfigError, match="are the same setting"):
         validate(RunConfig, {"rollout": {"tasks_per_step": 4, "envs": {"num_env_groups": 6}}})
     same = validate(RunConfig, {"rollout": {"tasks_per_step": 6, "envs": {"num_env_groups": 6}}})
     assert same.rollout.tasks_per_step == 6

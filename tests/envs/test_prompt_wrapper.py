@@ -11,8 +11,8 @@ import pytest
 import arborl
 from arborl.agents.chat_agents import ChatAgent, StepAgent
 from arborl.chat import Renderer
-from arborl.config.load import from_kwargs, load
-from arborl.config.prompt import PromptConfig
+from arborl.config.load_config import from_kwargs, load
+from arborl.config.part_config import PromptConfig
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs import from_gymnasium
 from arborl.envs.checker import check_env
@@ -25,8 +25,8 @@ from arborl.models.find import SEEDLING_DIR
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.workers import Workers
+from arborl.training_run.part_factory import RunPartFactory, replies
 from arborl.types import Message, Sampling, Task
-from arborl.workshop import Workshop, replies
 
 TASK = Task("t", seed=3, fields={"split": "train"})
 BRACKETS = r"\[(.*?)\]"
@@ -278,14 +278,14 @@ def test_a_system_prompt_may_lie_in_a_file_and_is_remembered_as_text(tmp_path):
     [
         (
             {"observation": "{observaton}"},
-            "env.prompt.observation: unknown place {observaton}. Did you mean 'observation'",
+            "env.prompt.observation: unknown field {observaton}. Did you mean 'observation'",
         ),
         ({"observation": "{history} {observation}"}, "agent.args.history_length"),
-        ({"observation": "{observation.__class__}"}, "unknown place {observation.__class__}"),
-        ({"observation": "{turn_idx:>{observation}}"}, "a place is a name alone"),
+        ({"observation": "{observation.__class__}"}, "unknown field {observation.__class__}"),
+        ({"observation": "{turn_idx:>{observation}}"}, "a field is a name alone"),
         ({"observation": "Turn {turn_idx}"}, "has no {observation}"),
         ({"observation": "{observation"}, "env.prompt.observation: expected '}'"),
-        ({"observation": "{} {observation}"}, "unknown place {}"),
+        ({"observation": "{} {observation}"}, "unknown field {}"),
         ({"system": "Turn {turn_idx}"}, "Known: env_instruction, max_response_length, actions_left"),
         ({"action_pattern": "<answer>(.*?"}, "env.prompt.action_pattern: not a regular expression"),
         ({"action_pattern": ""}, "is empty"),
@@ -299,7 +299,7 @@ def test_a_prompt_that_cannot_be_is_refused_with_what_is_known(prompt, words):
 
 
 def test_a_pattern_at_an_environment_that_takes_every_reply_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="env=question, which takes every reply"):
+    with pytest.raises(ConfigError, match="env=question, whose answer is the whole reply"):
         from_kwargs(data="x.json", rewards=["exact"], **{"env.prompt.action_pattern": "x"})
 
 
@@ -323,14 +323,14 @@ def test_tags_take_rolls_names():
     }
     envs = {"tags": ["Lake", "frozen_lake"], "custom_envs": {"Lake": tag}, "num_env_groups": 2, "group_size": 2}
     config = from_kwargs(rollout={"envs": envs}, engine="scripted")
-    cast = Workshop(config, {}).cast()
+    cast = RunPartFactory(config, {}).cast()
     tasks = {name: Task("t", source=name, fields={"split": "train"}) for name in envs["tags"]}
     system, user = opening(cast.env(tasks["Lake"]), tasks["Lake"])
     assert system.content == "You're {a player}."
     assert user.content.startswith("Go.\n1/6/16 ")
     assert opening(cast.env(tasks["frozen_lake"]), tasks["frozen_lake"])[0].content == RULES
     assert config == from_kwargs(**config.model_dump())  # what a run writes down is read back as it was
-    with pytest.raises(ConfigError, match=r"rollout.envs.custom_envs.Lake.agent_template: unknown place {obs}"):
+    with pytest.raises(ConfigError, match=r"rollout.envs.custom_envs.Lake.agent_template: unknown field {obs}"):
         from_kwargs(rollout={"envs": envs | {"custom_envs": {"Lake": tag | {"agent_template": "{obs}"}}}})
 
 

@@ -20,10 +20,10 @@ EXAMPLES = [
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs_and_tells_before_and_after(name, tmp_path):
     words = [str(ROOT / "examples" / name), "--episodes", "2", "--out", str(tmp_path / "run")]
-    code, said = forked(*words, cwd=tmp_path, env={"COLUMNS": "120"})
-    assert code == 0, said
+    code, output = forked(*words, cwd=tmp_path, env={"COLUMNS": "120"})
+    assert code == 0, output
     for when in ("before", "after"):
-        assert re.search(rf"^{when}: .*reward \d\.\d+", said, re.M), said
+        assert re.search(rf"^{when}: .*reward \d\.\d+", output, re.M), output
     assert (tmp_path / "run" / "report.html").is_file()
     assert {path.name for path in tmp_path.iterdir()} <= {"run", "checkpoints"}
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from arborl.engines.local import LocalEngine
-from arborl.types import Finish, Sampling
+from arborl.types import FinishReason, Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -140,7 +140,7 @@ def test_requests_stop_where_they_should_and_others_go_on():
     stop = free.tokens[7]
     stopped, other = generate(engine, prompts, [Sampling(20, 0.0, stop=(stop,)), Sampling(20, 0.0)])
     assert stopped.tokens == free.tokens[: free.tokens.index(stop) + 1]
-    assert stopped.finish is Finish.STOP
+    assert stopped.finish is FinishReason.STOP
     assert len(other.tokens) == 20
     assert engine.pool.num_used == 0
 

@@ -17,7 +17,7 @@ from arborl.learner.learner import Learner
 from arborl.models.lora import add_lora
 from arborl.models.model_loading import load_model, resolve
 from arborl.rollout.tree import plant
-from arborl.types import Call, Completion, Episode, Finish, Forest, Group, Sampling, Task
+from arborl.types import Call, Completion, Episode, FinishReason, Forest, Group, Sampling, Task
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -63,7 +63,7 @@ def forest_of(seed: int, groups: int = 3, prompt: int = 150, answer: int = 40) -
             calls = []
             for turn, context in enumerate(contexts):
                 sampled = some(answer)
-                calls.append(Call(context, Completion(sampled, (-6.0,) * len(sampled), Finish.STOP), turn))
+                calls.append(Call(context, Completion(sampled, (-6.0,) * len(sampled), FinishReason.STOP), turn))
             episodes.append(Episode(str(e), Task("t"), calls=calls))
         made.append(Group(Task("t"), episodes))
     forest = build_token_trees(made)

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from arborl.config.run import LearnerConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.learner.files import parts_of
 from arborl.learner.host_copy import HostCopies
 from arborl.learner.learner import Learner

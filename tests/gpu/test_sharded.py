@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "learner"))
 from learner_fakes import Fake, batch_of, random_groups
 from worlds import alone, body, world
 
-from arborl.config.run import LearnerConfig
+from arborl.config.run_config import LearnerConfig
 
 pytestmark = pytest.mark.gpu
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 
-from arborl.build import build
-from arborl.config.load import load
-from arborl.rollout.episode_store import episode_to_json
+from arborl.config.load_config import load
+from arborl.rollout.store import to_json
 from arborl.seeds import derive
+from arborl.training_run.build import build
 
 SMALL = ["deterministic=true", "threads=1", "model.device=cpu", "env.args.size=3", "env.args.max_steps=5"]
 

@@ -27,7 +27,7 @@ def random_groups(seed: int, groups: int = 3, vocabulary: int = 50, longest: int
             for turn in range(int(chance.integers(1, 4))):
                 sampled = chance.integers(0, vocabulary, chance.integers(1, 5)).tolist()
                 logprobs = tuple(chance.uniform(-4.5, -3.0, len(sampled)).tolist())
-                calls.append(Call(tuple(context), Completion(tuple(sampled), logprobs, Finish.STOP), turn))
+                calls.append(Call(tuple(context), Completion(tuple(sampled), logprobs, FinishReason.STOP), turn))
                 context = context + sampled + chance.integers(0, vocabulary, 3).tolist()
                 if chance.random() < 0.3:
                     context = context[: len(prompt)] + chance.integers(0, vocabulary, 2).tolist()
@@ -50,7 +50,7 @@ class Fake:
 
     def credit(self, groups: list[Group], terms: Terms) -> Terms:
         """One vote an episode."""
-        rewards = np.array([e.reward for group in groups for e in group.survivors])
+        rewards = np.array([e.reward for group in groups for e in group.valid_episodes])
         counts = np.bincount(terms.episode, minlength=len(rewards))
         weight = 1.0 / (len(rewards) * counts[terms.episode])
         advantage = rewards[terms.episode]

@@ -8,7 +8,7 @@ import pytest
 from arborl.learner.core.packing import ForwardCosts
 from arborl.learner.distributed.learner_group import assign_balanced, rank_part, tree_owners, tree_work
 from arborl.rollout.tree import plant
-from arborl.types import Call, Completion, Episode, Finish, Group, Task
+from arborl.types import Call, Completion, Episode, FinishReason, Group, Task
 
 COSTS = ForwardCosts(token=12 * 4096.0**2, pair=2 * 4096.0)
 
@@ -23,7 +23,7 @@ def ragged(chance: np.random.Generator, groups: int, episodes: int) -> list[Grou
             context, calls = list(prompt), []
             for turn in range(int(chance.integers(1, 5))):
                 reply = tuple(chance.integers(0, 50, 1 + int(chance.lognormal(4.0, 0.8))).tolist())
-                calls.append(Call(tuple(context), Completion(reply, (-1.0,) * len(reply), Finish.STOP), turn))
+                calls.append(Call(tuple(context), Completion(reply, (-1.0,) * len(reply), FinishReason.STOP), turn))
                 context = [*context, *reply, *chance.integers(0, 50, int(chance.lognormal(3.0, 0.5))).tolist()]
             played.append(Episode(f"{name}", Task("t"), calls=calls))
         made.append(Group(Task("t"), played))

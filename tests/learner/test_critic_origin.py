@@ -11,8 +11,8 @@ import torch
 from learner_fakes import Fake, batch_of, forest_of, random_groups
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from arborl.config.load import load
-from arborl.config.run import LearnerConfig
+from arborl.config.load_config import load
+from arborl.config.run_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.core.learner import Learner
 from arborl.models.attention import NAME

@@ -13,7 +13,7 @@ from arborl.config.run import LearnerConfig
 from arborl.learner.core.learner import Learner
 from arborl.rollout.downsample import thin
 from arborl.rollout.tree import plant
-from arborl.types import Call, Completion, Episode, Finish, Group, Task
+from arborl.types import Call, Completion, Episode, FinishReason, Group, Task
 
 BRANCHES = 4
 
@@ -21,7 +21,9 @@ BRANCHES = 4
 def forgetful() -> list[Group]:
     """One episode whose every prompt forgets the last, each reply of another length."""
     calls = [
-        Call((1, 2, 10 + b), Completion(tuple(20 + b + n for n in range(b + 1)), (-3.9,) * (b + 1), Finish.STOP), b)
+        Call(
+            (1, 2, 10 + b), Completion(tuple(20 + b + n for n in range(b + 1)), (-3.9,) * (b + 1), FinishReason.STOP), b
+        )
         for b in range(BRANCHES)
     ]
     return [Group(Task("t"), [Episode("e", Task("t"), calls=calls, rewards={"r": 0.7})])]

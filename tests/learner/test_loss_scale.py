@@ -10,8 +10,8 @@ import torch
 from learner_fakes import SAMPLING, Fake, batch_of, random_groups
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from arborl.config.load import load
-from arborl.config.run import LearnerConfig
+from arborl.config.load_config import load
+from arborl.config.run_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.core.learner import Learner
 from arborl.learner.core.optimizer import INITIAL_SCALE, LossScale

@@ -9,8 +9,8 @@ import torch
 from learner_fakes import SAMPLING, Fake, batch_of, random_groups
 from transformers import get_scheduler
 
-from arborl.config.base import validate
-from arborl.config.run import LearnerConfig
+from arborl.config.config_base import validate
+from arborl.config.run_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.core.learner import Learner
 from arborl.learner.core.optimizer import lr_factor, warmup_steps
@@ -67,7 +67,7 @@ def test_a_warm_up_by_share_is_rounded_up_over_the_optimiser_steps_of_the_whole_
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"warmup_steps": 3, "warmup_ratio": 0.1}, "both say how long the warm-up is"),
+        ({"warmup_steps": 3, "warmup_ratio": 0.1}, "both set the warm-up"),
         ({"min_lr": 1e-6, "decay": "none"}, "decay=none has none"),
         ({"min_lr": 1e-6, "decay": "constant_with_warmup"}, "Write decay=linear or cosine"),
         ({"min_lr": 1e-3, "lr": 1e-4}, "is above lr=0.0001"),

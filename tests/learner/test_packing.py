@@ -21,7 +21,7 @@ from arborl.learner.core.packing import (
     split,
 )
 from arborl.rollout.tree import grow
-from arborl.types import Call, Completion, Episode, Finish, Group, Task, TokenTree
+from arborl.types import Call, Completion, Episode, FinishReason, Group, Task, TokenTree
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=10), min_size=1, max_size=7)
 
@@ -69,7 +69,9 @@ def test_trees_that_begin_alike_share_it_and_every_term_keeps_its_context(monkey
 
 
 def group_of(prompt: list[int], *replies: list[int]) -> Group:
-    calls = [Call(tuple(prompt), Completion(tuple(reply), (-1.0,) * len(reply), Finish.STOP), 0) for reply in replies]
+    calls = [
+        Call(tuple(prompt), Completion(tuple(reply), (-1.0,) * len(reply), FinishReason.STOP), 0) for reply in replies
+    ]
     return Group(Task("t"), [Episode(f"{n}", Task("t"), calls=[call]) for n, call in enumerate(calls)])
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from arborl.config.training import LearnerConfig
+from arborl.config.training_config import LearnerConfig
 from arborl.errors import ConfigError, RunStopped
 from arborl.learner.core.pairwise import PairLearner, TextPair, fit, micro_batches
 from arborl.models.find import resolve

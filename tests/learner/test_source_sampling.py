@@ -9,15 +9,15 @@ import pytest
 import torch
 from learner_fakes import Fake, assert_same, forest_of, gradients, random_groups
 
-from arborl.build import build
-from arborl.config.base import dump_yaml
-from arborl.config.load import from_kwargs, load
-from arborl.config.run import LearnerConfig
+from arborl.config.config_base import dump_yaml
+from arborl.config.load_config import from_kwargs, load
+from arborl.config.run_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.core.learner import Learner
 from arborl.rollout.store import from_json, to_json
 from arborl.rollout.tree import plant
-from arborl.types import Drawn, Group, Sampling
+from arborl.training_run.build import build
+from arborl.types import Group, Sampling, SamplingDistribution
 
 COOL, HOT = Sampling(temperature=0.5, top_p=0.9), Sampling(temperature=1.3, top_k=20, min_p=0.01)
 
@@ -116,7 +116,7 @@ def test_where_all_sources_agree_nothing_is_noted(seedling):
 def test_how_a_call_was_drawn_is_on_file(played):
     _, groups = played
     notes = {group.task.source: group.episodes[0].calls[0].drawn for group in groups}
-    assert notes == {"cool": Drawn(0.5, 0, 0.9, 0.0), "hot": Drawn(1.3, 0, 1.0, 0.0)}
+    assert notes == {"cool": SamplingDistribution(0.5, 0, 0.9, 0.0), "hot": SamplingDistribution(1.3, 0, 1.0, 0.0)}
     for group in groups:
         row = episode_to_json(group.episodes[0])
         assert episode_from_json(row).calls[0].drawn == notes[group.task.source]

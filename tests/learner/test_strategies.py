@@ -158,9 +158,9 @@ def test_a_rank_that_dies_ends_the_run_with_its_name():
     with world("ddp", 2, body(), algorithm.needs, CONFIG) as group:
         group.update(forest.trees, terms, algorithm)
         os.kill(group.launcher.all[1].pid, signal.SIGKILL)
-        with pytest.raises(LearnerLost, match=r"learner rank 1 of 2 .*--resume latest"):
+        with pytest.raises(LearnerRankLost, match=r"learner rank 1 of 2 .*--resume latest"):
             group.update(forest.trees, terms, algorithm)
-        with pytest.raises(LearnerLost, match="learner rank 1"):
+        with pytest.raises(LearnerRankLost, match="learner rank 1"):
             group.update(forest.trees, terms, algorithm)
 
 
@@ -178,7 +178,7 @@ def test_a_rank_that_fails_says_why():
     forest, terms = batch_of(random_groups(7, groups=3), algorithm)
     with (
         world("fsdp2", 2, body(), algorithm.needs, CONFIG) as group,
-        pytest.raises(LearnerLost, match=r"rank 1 of 2 failed \(ValueError: a loss of my own\)"),
+        pytest.raises(LearnerRankLost, match=r"rank 1 of 2 failed \(ValueError: a loss of my own\)"),
     ):
         group.update(forest.trees, terms, algorithm)
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from arborl.algorithms import Recipe
-from arborl.config.algorithm import AlgorithmConfig
-from arborl.config.run import LearnerConfig
+from arborl.config.algorithm_config import AlgorithmConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.core.learner import Learner
 from arborl.learner.core.teacher import RemoteTeacher, branch_paths, check_tokenizer, open_teacher
@@ -112,7 +112,7 @@ def serve(big, seedling):
 
 def group(*replies: tuple[int, ...], prompt=(5, 6, 7)) -> Group:
     """Episodes of one prompt, of which some go on from another's beginning."""
-    calls = [Call(prompt, Completion(tokens, (-1.0,) * len(tokens), Finish.STOP), 0) for tokens in replies]
+    calls = [Call(prompt, Completion(tokens, (-1.0,) * len(tokens), FinishReason.STOP), 0) for tokens in replies]
     return Group(Task("t"), [Episode(f"t#{i}", Task("t"), calls=[call]) for i, call in enumerate(calls)])
 
 
@@ -217,7 +217,7 @@ def _cut(groups, old):
 
 
 def _likely(call: Call, logprobs) -> Call:
-    return Call(call.prompt, Completion(call.completion.tokens, tuple(map(float, logprobs)), Finish.STOP), 0)
+    return Call(call.prompt, Completion(call.completion.tokens, tuple(map(float, logprobs)), FinishReason.STOP), 0)
 
 
 def test_a_teacher_that_is_the_student_has_no_gradient_and_is_told(seedling, caplog):

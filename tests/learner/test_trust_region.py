@@ -10,8 +10,8 @@ from learner_fakes import SAMPLING, Fake, batch_of, random_groups
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from arborl.config.algorithm_parts import TrustRegionConfig
-from arborl.config.run import LearnerConfig
+from arborl.config.algorithm_config import TrustRegionConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.core.learner import Learner
 from arborl.learner.core.packing import split

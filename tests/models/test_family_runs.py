@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from arborl.cli.main import app
-from arborl.config.run import LearnerConfig, LoraConfig
+from arborl.config.run_config import LearnerConfig, LoraConfig
 from arborl.engines.local import LocalEngine
 from arborl.errors import ConfigError
 from arborl.learner.core.learner import Learner
@@ -71,9 +71,9 @@ def test_a_gpt2_folder_without_chat_template_plays_and_its_export_is_a_whole_mod
     (episode, *_) = episodes(tmp_path / "run")
     assert episode.calls
     gap = [
-        row["policy/rollout_gap_max"]
+        row["policy/logprob_diff_max"]
         for row in read_metrics(tmp_path / "run" / "metrics.jsonl")
-        if "policy/rollout_gap_max" in row
+        if "policy/logprob_diff_max" in row
     ]
     assert gap
     assert max(gap) < 1e-3

@@ -23,7 +23,8 @@ from arborl.models.fast_forward import fast_hidden_states, has_fast_forward
 from arborl.models.lora import adapter_copy, add_lora, dropout_on, export_merged, has_lora, load_4bit, with_adapter
 from arborl.models.model_loading import load_model, resolve
 from arborl.rollout.tree import plant
-from arborl.types import Call, Completion, Episode, Finish, Group, Sampling, Task
+from arborl.training_run.build import build
+from arborl.types import Call, Completion, Episode, FinishReason, Group, Sampling, Task
 
 pytest.importorskip("peft")
 
@@ -77,7 +78,7 @@ def forest():
     chance = np.random.default_rng(0)
     prompt = tuple(chance.integers(0, 500, 12).tolist())
     calls = [
-        Call(prompt, Completion(tuple(chance.integers(0, 500, 6).tolist()), (-5.0,) * 6, Finish.STOP), 0)
+        Call(prompt, Completion(tuple(chance.integers(0, 500, 6).tolist()), (-5.0,) * 6, FinishReason.STOP), 0)
         for _ in range(3)
     ]
     made = build_token_trees([Group(Task("t"), [Episode("e", Task("t"), calls=calls)])])

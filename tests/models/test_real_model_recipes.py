@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from arborl.api import train
-from arborl.config.load import load
-from arborl.config.run import RunConfig
+from arborl.config.load_config import load
+from arborl.config.run_config import RunConfig
 from arborl.envs.answers import read_answer
 from arborl.envs.frozen_lake import read_move
 from arborl.seedling.problem_transcripts import working
 from arborl.seedling.transcript_rows import mixed_transcript_rows, transcript_rows
 from arborl.tools.library.calculator import calculator
+from arborl.training_run import train
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 FILES = sorted(str(file.relative_to(RECIPES)) for file in RECIPES.glob("smollm2-*/*.yaml"))

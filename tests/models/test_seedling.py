@@ -13,7 +13,7 @@ from arborl.seedling.make import assistant_mask, chat_template
 from arborl.seedling.transcript_rows import WRITERS, write
 from arborl.seeds import generator
 from arborl.tools.library.calculator import calculator
-from arborl.types import Completion, Finish, Message
+from arborl.types import Completion, FinishReason, Message
 
 
 def test_the_weights_are_at_most_8_mb_and_record_how_they_were_made():

@@ -14,10 +14,10 @@ from arborl.rewards import REWARDS
 from arborl.rewards.answers import MultipleChoice, PenalizedReward, ShortAnswer, count_sentences, f1, read_letter
 from arborl.rewards.judge import Judge
 from arborl.rewards.reward import Rewards
-from arborl.types import Episode, Group, Message, Stop, Task, Turn
+from arborl.types import Episode, Group, Message, StopReason, Task, Turn
 
 
-def episode(text, stop=Stop.DONE, metrics=None, **fields):
+def episode(text, stop=StopReason.DONE, metrics=None, **fields):
     turns = [Turn(Message("assistant", text))] if text is not None else []
     task = Task("t", (Message("user", "Who keeps the lamp?"),), fields)
     return Episode("e", task, turns=turns, stop=stop, metrics=metrics or {})

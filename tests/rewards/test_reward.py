@@ -101,12 +101,12 @@ def test_a_value_that_is_no_finite_number_costs_one_episode(value, kind, says):
     one, other = group("42", "42", "42", answer="42"), group("42", answer="42")
     score([one, other], ("right", right, 1.0), ("bad", bad, 1.0))
     failed = one.episodes[1]
-    assert failed.stop is Stop.ERROR
+    assert failed.stop is StopReason.ERROR
     assert failed.rewards == {}
     assert (failed.failure.where, failed.failure.kind) == ("reward 'bad'", kind)
     assert says in failed.failure.message
-    assert [e.id for e in one.survivors] == ["e0", "e2"]
-    assert [e.reward for e in (*one.survivors, *other.survivors)] == [2.0, 2.0, 2.0]
+    assert [e.id for e in one.valid_episodes] == ["e0", "e2"]
+    assert [e.reward for e in (*one.valid_episodes, *other.valid_episodes)] == [2.0, 2.0, 2.0]
 
 
 def test_a_reward_that_raises_costs_one_episode_and_keeps_its_traceback():

@@ -8,7 +8,7 @@ import pytest
 
 from arborl.rewards import REWARDS
 from arborl.rewards.score_function import DataSource, ScoreFunction, solution
-from arborl.types import Call, Completion, Episode, Finish, Message, Task, ToolCall, Turn
+from arborl.types import Call, Completion, Episode, FinishReason, Message, Task, ToolCall, Turn
 
 
 def episode(output: str, source: str = "openai/gsm8k", truth="72", **fields) -> Episode:

@@ -10,7 +10,7 @@ from arborl.agents.chat_agents import ChatAgent
 from arborl.build import build
 from arborl.busy_time import BusyTime
 from arborl.chat import Renderer
-from arborl.config.load import load
+from arborl.config.load_config import load
 from arborl.engines.local import LocalEngine
 from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.errors import ConfigError

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from arborl.algorithms.aggregation import WEIGHTS
 from arborl.rollout.token_trees import branch_factors, build_token_trees, downsample_branches
 from arborl.seeds import generator
-from arborl.types import Call, Completion, Episode, Finish, Group, Task, Terms
+from arborl.types import Call, Completion, Episode, FinishReason, Group, Task, Terms
 
 
 def made(prompt, sampled, turn=0):
-    return Call(tuple(prompt), Completion(tuple(sampled), (-1.0,) * len(sampled), Finish.STOP), turn)
+    return Call(tuple(prompt), Completion(tuple(sampled), (-1.0,) * len(sampled), FinishReason.STOP), turn)
 
 
 def episode(name, branches, calls=2, first=10):
@@ -167,7 +167,7 @@ def test_an_episode_is_thinned_alike_whatever_is_beside_it(how):
     terms = credited(groups)
     whole = downsample_branches(groups, terms, 2, how, seed=5)[1]
     for mine in ([0, 1], [2, 3], [1]):
-        first = sum(len(e.calls) for group in groups[: mine[0]] for e in group.survivors)
+        first = sum(len(e.calls) for group in groups[: mine[0]] for e in group.valid_episodes)
         own = terms.pick(np.flatnonzero(np.isin(terms.tree, mine)))
         own = dataclasses.replace(own, tree=own.tree - mine[0], call=own.call - first)
         part = downsample_branches([groups[n] for n in mine], own, 2, how, seed=5)[1]

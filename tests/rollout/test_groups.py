@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from arborl.agents.chat_agents import ChatAgent
 from arborl.algorithms import make_algorithm
-from arborl.config.algorithm import AlgorithmConfig
+from arborl.config.algorithm_config import AlgorithmConfig
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.frozen_lake import FrozenLake
@@ -195,7 +195,7 @@ def test_statistics_are_over_the_members_that_count_one_vote_each(seedling):
     groups = asyncio.run(run.train([Task(f"t{i}") for i in range(4)], seed=1, group_size=4, count=4))
     assert run.metrics()["rollout/cancelled"] == 4 * 6
     for group in groups:
-        assert len(group.survivors) == 4
+        assert len(group.valid_episodes) == 4
         for episode in group.episodes:
             episode.rewards["env"] = episode.turns[0].reward
     algorithm = make_algorithm(AlgorithmConfig(std="none"))

@@ -18,7 +18,7 @@ from arborl.rollout.recorder import EpisodeLimits
 from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.rollout.token_trees import build_token_trees
 from arborl.seeds import derive
-from arborl.types import Completion, Finish, Group, Message, Sampling, Task
+from arborl.types import Completion, FinishReason, Group, Message, Sampling, Task
 
 WHO = (Message("user", "qzx 7 ~~ vwk !! 31 ; tell"),)
 

@@ -7,11 +7,11 @@ import inspect
 
 import pytest
 
-from arborl.config.load import load
+from arborl.config.load_config import load
 from arborl.errors import ConfigError
 from arborl.rewards import Rewards, reward
+from arborl.training_run.part_factory import RunPartFactory
 from arborl.types import Episode, Group, Message, Task
-from arborl.workshop import Workshop
 
 
 class Board:
@@ -48,7 +48,7 @@ class Changing:
 
 
 def cast(objects=None, *settings):
-    return Workshop(load(None, list(settings)), objects or {}).cast()
+    return RunPartFactory(load(None, list(settings)), objects or {}).cast()
 
 
 def test_classes_are_inspected_once_per_run(monkeypatch):

@@ -19,7 +19,7 @@ from arborl.data.task_source import EnvTasks
 from arborl.rollout.groups import GroupCollector, GroupOptions
 from arborl.rollout.pipeline import Pipeline
 from arborl.seeds import generator
-from arborl.types import Call, Completion, Episode, Failure, Finish, Group
+from arborl.types import Call, Completion, Episode, Failure, FinishReason, Group
 
 
 class VirtualTime(asyncio.SelectorEventLoop):
@@ -122,7 +122,7 @@ class Run:
             groups = await self.pipeline.take(step)
             await asyncio.sleep(1.0)
             self.trained += groups
-            calls = [call for group in groups for episode in group.survivors for call in episode.calls]
+            calls = [call for group in groups for episode in group.valid_episodes for call in episode.calls]
             self.lags += [step - version for call in calls for version in call.completion.versions]
             self.pipeline.trained()
             self.world.version = step + 1
@@ -234,7 +234,10 @@ def test_groups_of_an_engine_whose_weights_are_behind_are_played_again():
         world.behind = 0
         groups = await job
         assert all(
-            call.completion.oldest >= 1 for group in groups for episode in group.survivors for call in episode.calls
+            call.completion.oldest >= 1
+            for group in groups
+            for episode in group.valid_episodes
+            for call in episode.calls
         )
         await run.pipeline.close()
 

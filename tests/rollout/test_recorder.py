@@ -246,7 +246,7 @@ def shown(text: str, max_context: int = 500):
 
 def test_an_observation_of_megabytes_fills_the_context_and_is_not_tokenised_to_find_out():
     episode, given = shown("five megabytes " * 350_000)
-    assert (episode.failure, episode.stop) == (None, Stop.CONTEXT_FULL)
+    assert (episode.failure, episode.stop) == (None, StopReason.CONTEXT_FULL)
     assert len(episode.calls) == 1
     assert max(given) < 10_000
 

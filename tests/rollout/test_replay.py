@@ -14,7 +14,7 @@ from arborl.errors import ConfigError
 from arborl.rollout.episode_store import RolloutRecorder, RolloutReplay
 from arborl.rollout.runner import Rollout
 from arborl.track.jsonl import read_metrics
-from arborl.types import Call, Completion, Episode, Finish, Group, Message, Task, Turn
+from arborl.types import Call, Completion, Episode, FinishReason, Group, Message, Task, Turn
 
 SMALL = {
     "steps": 2,
@@ -82,7 +82,7 @@ def played(*names: str, reward: float = 1.0):
                         Task(name),
                         opening=(Message("user", "hi"),),
                         turns=[Turn(Message("assistant", "yes"), reward=reward)],
-                        calls=[Call((1, 2), Completion((3,), (-0.1,), Finish.STOP), 0)],
+                        calls=[Call((1, 2), Completion((3,), (-0.1,), FinishReason.STOP), 0)],
                     )
                 ],
             )

@@ -77,9 +77,9 @@ def test_a_bad_environment_costs_one_episode_and_is_named(seedling, caplog, trou
     assert bad.failure.where == "environment 'moody'"
     assert bad.failure.kind == kind
     assert words in bad.failure.message
-    assert bad.stop is (Stop.TIMEOUT if kind == "timeout" else Stop.ERROR)
+    assert bad.stop is (StopReason.TIMEOUT if kind == "timeout" else StopReason.ERROR)
     assert "environment 'moody'" in caplog.text
-    assert [episode.turns[0].reward for episode in group.survivors] == [1.0, 1.0, 1.0]
+    assert [episode.turns[0].reward for episode in group.valid_episodes] == [1.0, 1.0, 1.0]
 
 
 def test_an_episode_past_its_deadline_says_where_the_time_went(seedling):
@@ -88,7 +88,7 @@ def test_an_episode_past_its_deadline_says_where_the_time_went(seedling):
     (group,) = asyncio.run(run.collect([Task("hangs", env="moody")], seed=0, group_size=1))
     assert group.episodes[0].failure.where == "environment 'moody'"
     assert "episode took longer than 0.2 s" in group.episodes[0].failure.message
-    assert group.episodes[0].stop is Stop.TIMEOUT
+    assert group.episodes[0].stop is StopReason.TIMEOUT
 
 
 def test_an_agent_that_raises_is_named_as_agent(seedling):
@@ -120,9 +120,9 @@ def test_limits_end_an_episode_without_failing_it(seedling):
     _, renderer = seedling
     walk = ("<answer>Up</answer>",)
     for limits, stop in (
-        ({"max_turns": 2}, Stop.MAX_TURNS),
-        ({"max_context": 130}, Stop.CONTEXT_FULL),
-        ({}, Stop.TRUNCATED),
+        ({"max_turns": 2}, StopReason.MAX_TURNS),
+        ({"max_context": 130}, StopReason.CONTEXT_FULL),
+        ({}, StopReason.TRUNCATED),
     ):
         run = rollout(renderer, lambda task: FrozenLake(frozen=1.0, size=8), walk, **limits)
         (group,) = asyncio.run(run.collect([Task("t", seed=3)], seed=0, group_size=1))

@@ -51,7 +51,7 @@ def completions(draw):
     logprobs = draw(st.lists(numbers, min_size=len(tokens), max_size=len(tokens)).map(tuple))
     version = draw(st.integers(0, 99))
     versions = draw(st.sampled_from([(), tuple(max(version - n % 3, 0) for n in range(len(tokens)))]))
-    return Completion(tokens, logprobs, draw(st.sampled_from(Finish)), version, draw(numbers), versions)
+    return Completion(tokens, logprobs, draw(st.sampled_from(FinishReason)), version, draw(numbers), versions)
 
 
 @st.composite
@@ -80,7 +80,7 @@ episodes = st.builds(
     opening=several,
     turns=st.lists(turns, max_size=3),
     calls=call_lists(),
-    stop=st.sampled_from(Stop),
+    stop=st.sampled_from(StopReason),
     rewards=metrics,
     metrics=metrics,
     failure=st.none() | st.builds(Failure, texts, texts, texts, texts),
@@ -90,7 +90,7 @@ episodes = st.builds(
 
 
 def completion(*tokens):
-    return Completion(tokens, tuple(-0.1 * token for token in tokens), Finish.STOP)
+    return Completion(tokens, tuple(-0.1 * token for token in tokens), FinishReason.STOP)
 
 
 def group(*given):
@@ -196,7 +196,7 @@ def test_a_full_disk_is_one_sentence_and_the_former_file_is_whole(tmp_path):
     store = EpisodeStore(tmp_path)
     path = store.write(1, [group(Episode("a", Task("t")))])
     (tmp_path / ".step-000001.jsonl.tmp").symlink_to("/dev/full")
-    with pytest.raises(CannotWrite, match=r"step-000001\.jsonl: cannot be written: No space left on device"):
+    with pytest.raises(DiskWriteError, match=r"step-000001\.jsonl: cannot be written: No space left on device"):
         store.write(1, [group(Episode("b", Task("t")))])
     assert [episode.id for episode in store.read(path)] == ["a"]
     assert [each.name for each in tmp_path.iterdir()] == [path.name]

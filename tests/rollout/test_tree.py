@@ -15,7 +15,7 @@ TOKEN = st.integers(0, 5)  # few tokens, so that prefixes are shared by chance
 
 def call(prompt: list[int], sampled: list[int], turn: int = 0) -> Call:
     logprobs = tuple(-0.1 * (i + 1) for i in range(len(sampled)))
-    return Call(tuple(prompt), Completion(tuple(sampled), logprobs, Finish.STOP, version=3), turn)
+    return Call(tuple(prompt), Completion(tuple(sampled), logprobs, FinishReason.STOP, version=3), turn)
 
 
 @st.composite

@@ -30,7 +30,7 @@ from arborl.rollout.episode_store import episode_to_json
 from arborl.rollout.recorder import EpisodeLimits
 from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.tools import threads
-from arborl.types import Message, Sampling, Stop, Task
+from arborl.types import Message, Sampling, StopReason, Task
 
 
 def rollout(renderer, env, workers="auto", per_process=0, concurrency=64, **limits) -> Rollout:
@@ -120,7 +120,7 @@ def test_a_hung_step_costs_its_episode_alone_and_is_counted(seedling, workers, w
     good = [episode for group in groups for episode in group.episodes if group.task.id != "sleep:90"]
     assert all(episode.failure is None and len(episode.turns) == 3 for episode in good)
     for episode in groups[1].episodes:
-        assert episode.stop is Stop.TIMEOUT
+        assert episode.stop is StopReason.TIMEOUT
         assert episode.failure.where == "environment 'world'"
         assert "longer than 1 s" in episode.failure.message
     assert took < 60
@@ -152,7 +152,7 @@ def test_a_thread_that_comes_back_after_all_closes_its_environment_and_ends(seed
 def test_the_episodes_deadline_holds_for_blocking_code_too(seedling):
     _, renderer = seedling
     (episode,) = play(rollout(renderer, Sync, step_seconds=20.0, episode_seconds=0.3), "sleep:2")
-    assert episode.stop is Stop.TIMEOUT
+    assert episode.stop is StopReason.TIMEOUT
     assert episode.failure.where == "environment 'world'"
     assert "episode took longer than 0.3 s" in episode.failure.message
 
@@ -190,7 +190,7 @@ def test_a_killed_process_costs_its_neighbours_nothing(seedling):
 
     run.factories = EpisodeFactories(lambda task: Slowly(), run.factories.env)
     good, bad = play(run, "a", "sleep:60")
-    assert bad.stop is Stop.TIMEOUT
+    assert bad.stop is StopReason.TIMEOUT
     assert good.failure is None
     output = [turn.observation[0].content.split() for turn in good.turns]
     assert [int(words[1]) for words in output] == list(range(1, 41))
@@ -269,7 +269,7 @@ def test_a_step_that_takes_too_long_has_failed_wherever_it_runs(seedling, worker
     """So that a success measured in the loop can be compared with one measured in threads."""
     _, renderer = seedling
     late, good = play(rollout(renderer, Secretive, workers, step_seconds=1.0), "sleep:1.4", "a")
-    assert late.stop is Stop.TIMEOUT
+    assert late.stop is StopReason.TIMEOUT
     assert late.failure.where == "environment 'world'"
     assert "took longer than 1 s" in late.failure.message
     assert good.failure is None

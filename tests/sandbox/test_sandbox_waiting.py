@@ -6,7 +6,7 @@ import time
 import pytest
 
 from arborl import sandbox
-from arborl.errors import EpisodeError, boundary, queued
+from arborl.errors import EpisodeError, boundary, paused_deadlines
 from arborl.rewards import Rewards
 from arborl.rewards.code import CodeTests
 from arborl.sandbox import SandboxLimits, SandboxPool
@@ -25,7 +25,7 @@ def scored(group: Group, seconds: float, pool: SandboxPool) -> list[float]:
     reward = CodeTests(seconds=5)
     reward._run = lambda code, stdin: pool.run(code, stdin)
     asyncio.run(Rewards([("code", reward, 1.0)], seconds).score([group]))
-    return [episode.reward for episode in group.survivors]
+    return [episode.reward for episode in group.valid_episodes]
 
 
 def test_right_answers_are_right_however_long_they_wait_for_a_sandbox():
@@ -65,7 +65,7 @@ def test_a_clock_stands_still_in_a_queue_and_goes_on_after_it():
     async def play() -> None:
         async with boundary("outer", 0.3), boundary("inner", 5):
             await asyncio.sleep(0.1)
-            with queued():
+            with paused_deadlines():
                 await asyncio.sleep(0.5)
             await asyncio.sleep(5)
 
@@ -77,7 +77,7 @@ def test_a_clock_stands_still_in_a_queue_and_goes_on_after_it():
 
 def test_a_clock_stands_still_while_any_of_its_tasks_waits():
     async def one(wait: float) -> None:
-        with queued():
+        with paused_deadlines():
             await asyncio.sleep(wait)
 
     async def play() -> str:
@@ -90,7 +90,7 @@ def test_a_clock_stands_still_while_any_of_its_tasks_waits():
 
 def test_a_wait_outlives_its_boundary_and_does_no_harm():
     async def one() -> None:
-        with queued():
+        with paused_deadlines():
             await asyncio.sleep(0.2)
 
     async def play() -> str:
@@ -106,7 +106,7 @@ def test_a_wait_outlives_its_boundary_and_does_no_harm():
 
 def test_the_loop_of_another_thread_leaves_our_clock_alone():
     async def inner() -> None:
-        with queued():
+        with paused_deadlines():
             await asyncio.sleep(0.4)
 
     async def play() -> None:

@@ -17,8 +17,7 @@ from pathlib import Path
 import endpoint_programs as programs
 import pytest
 
-from arborl.build import check
-from arborl.config.load import load
+from arborl.config.load_config import load
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.games.question import Question
 from arborl.errors import ConfigError
@@ -131,7 +130,7 @@ def test_a_program_that_dies_fails_its_episode_and_is_named(loaded, name, words)
     (episode,), _ = play(loaded, command=process(name))
     assert episode.failure.where == f"program '{Path(sys.executable).name} endpoint_programs.py {name}'"
     assert words in episode.failure.message
-    assert episode.stop is Stop.ERROR
+    assert episode.stop is StopReason.ERROR
 
 
 def test_a_program_that_prints_too_much_is_ended(loaded):

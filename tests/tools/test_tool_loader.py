@@ -14,10 +14,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from tool_servers import gone, marked, stubborn
 
-from arborl.config.base import dump_yaml, plain, validate
-from arborl.config.load import from_kwargs, load
-from arborl.config.run import RunConfig
-from arborl.config.tools import ToolConfig
+from arborl.config.config_base import dump_yaml, to_plain, validate
+from arborl.config.load_config import from_kwargs, load
+from arborl.config.run_config import RunConfig
+from arborl.config.tool_config import ToolConfig
 from arborl.errors import ConfigError
 from arborl.tools import TOOLS, RateLimit, Toolbox, tool
 from arborl.tools.core.call_policy import CallPolicy, LimitedTool
@@ -45,11 +45,11 @@ def test_every_form_of_an_entry_is_read_from_a_command_line_and_read_back_from_a
     ]
     assert (config.tools[2].mcp.env, config.tools[2].timeout) == ({"X": "1"}, 3)
     assert (config.tools[4].limit.per_minute, config.tools[5].retries) == (3, 2)
-    assert validate(RunConfig, plain(config)) == config
+    assert validate(RunConfig, to_plain(config)) == config
     (tmp_path / "run.yaml").write_text(dump_yaml(config))
     assert load(tmp_path / "run.yaml") == config
-    assert plain(config)["tools"][0] == "calculator"
-    assert plain(config)["tools"][3] == {"mcp": {"url": "http://x/mcp"}, "prefix": "x_"}
+    assert to_plain(config)["tools"][0] == "calculator"
+    assert to_plain(config)["tools"][3] == {"mcp": {"url": "http://x/mcp"}, "prefix": "x_"}
 
 
 def test_an_entry_of_a_file_can_be_changed_on_the_command_line(tmp_path):
@@ -62,16 +62,16 @@ def test_an_entry_of_a_file_can_be_changed_on_the_command_line(tmp_path):
     ("entry", "received"),
     [
         ({"servre": "http://h"}, "servre: must be arguments with values (argument: value). Did you mean 'server'?"),
-        ({"server": "h:80"}, "tools.0: server: 'h:80' is no address. Write http://HOST:PORT."),
-        ({"server": "http://me:pass@h"}, "holds a user or a password, which would be written down. Write api_key_env"),
-        ({"mcp": {"command": "uvx x"}}, "mcp.command: must be a list of words, and no shell reads it. Write [uvx, x]."),
+        ({"server": "h:80"}, "tools.0: server: 'h:80' is not an address. Write http://HOST:PORT."),
+        ({"server": "http://me:pass@h"}, "contains a user or password, and addresses are written to files."),
+        ({"mcp": {"command": "uvx x"}}, "mcp.command: must be a list of words; there is no shell. Write [uvx, x]."),
         ({"mcp": {}}, "tools.0.mcp: write either command: [PROGRAM, …] or url: http://HOST:PORT/mcp."),
         ({"mcp": {"command": ["a"], "env": {"MY_TOKEN": "x"}}}, "Export it and write pass_env: [MY_TOKEN]."),
         ({"mcp": {"url": "http://x"}, "server": "http://x"}, "server and mcp are given"),
         ({"mcp": {"command": ["a"]}, "api_key_env": "KEY"}, "api_key_env is for an address. Write mcp.pass_env"),
-        ({}, "tools.0: says nothing of where it comes from. An entry is NAME"),
+        ({}, "tools.0: has no name, server or mcp. An entry is NAME"),
         ({"search": {"limit": {"per_minute": 1}}, "limit": {"per_minute": 2}}, "limit: given twice, in search and"),
-        ({"calculator": {}, "finish": {}}, "calculator and finish are given. An entry is one of them: write two."),
+        ({"calculator": {}, "finish": {}}, "calculator and finish are given. An entry is one tool: write two entries."),
         ({"calculator": {"limit": {"per_minute": 0}}}, "tools.0.limit.per_minute: must be a number > 0, given 0."),
         ({"calculator": {"concurrency": 0}}, "tools.0.concurrency: must be"),
         ({"calculator": {"tools": ["x"]}, "tools": ["x"]}, "tools is for server and mcp, not for the tool"),
@@ -91,7 +91,7 @@ def test_a_key_written_in_place_of_its_variable_is_not_repeated():
 
 
 def test_variables_of_other_systems_are_said_to_do_nothing(monkeypatch, caplog):
-    from arborl.workshop import Workshop
+    from arborl.training_run.part_factory import RunPartFactory
 
     monkeypatch.setenv("RATE_LIMIT_PER_MINUTE", "60000")
     workshop = Workshop(load(None, ["agent=tool", "tools=[calculator]"]), {})

@@ -2,15 +2,15 @@
 
 import pytest
 
-from arborl.config.load import load
+from arborl.config.load_config import load
 from arborl.errors import ConfigError
 from arborl.tools.library.search import Search
-from arborl.workshop import Workshop
+from arborl.training_run.part_factory import RunPartFactory
 
 
 def tools(*settings):
-    workshop = Workshop(load(None, ["agent=tool", *settings]), {}, connect=True)
-    (made,) = workshop.tools(workshop.seats()).values()
+    workshop = RunPartFactory(load(None, ["agent=tool", *settings]), {}, connect=True)
+    (made,) = workshop.tools().values()
     return made
 
 

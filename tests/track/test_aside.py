@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from arborl.config.load import from_kwargs
+from arborl.config.load_config import from_kwargs
 from arborl.errors import ConfigError
 from arborl.track.background_tracker import BackgroundTracker
 from arborl.track.configured_trackers import make_trackers
@@ -129,14 +129,14 @@ def test_one_that_hangs_holds_up_neither_the_steps_nor_the_end(caplog):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"also": ["nowhere.at.all:Tracker"]}, "cannot import 'nowhere.at.all'"),
+        ({"trackers": ["nowhere.at.all:Tracker"]}, "cannot import 'nowhere.at.all'"),
         (
             {"also": ["track_parts:NoTracker"]},
             r"track.also.0=track_parts:NoTracker: a tracker must have log\(metrics, step\)",
         ),
         (
-            {"also": [{"name": "track_parts:Mine", "args": {"pth": "x"}}]},
-            "track.also.0.args: .*'pth'.*Did you mean 'path'",
+            {"trackers": [{"name": "track_parts:Mine", "args": {"pth": "x"}}]},
+            "track.trackers.0.args: .*'pth'.*Did you mean 'path'",
         ),
         ({"wandb": {"project": "p", "mode": "online"}}, "no key of Weights & Biases.* track.wandb.mode=offline"),
     ],

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from wandb_file import config, history, summary
 
-from arborl.api import train
-from arborl.config.load import from_kwargs, load
+from arborl.config.load_config import from_kwargs, load
 from arborl.track.jsonl import read_metrics
+from arborl.training_run import train
 
 SECRET = "sk-very-secret-123"
 GOOD = '<tool_call>{"name": "calculator", "arguments": {"expression": "6 * 7"}}</tool_call>'
@@ -54,13 +54,13 @@ def followed(tmp_path_factory):
             "tensorboard": False,
             "gifs": 0,
             "wandb": {"project": "lakes", "name": "one", "mode": "offline"},
-            "also": [{"name": "track_parts:Mine", "args": {"path": str(home / "own.txt")}}, "track_parts:Grumpy"],
+            "trackers": [{"name": "track_parts:Mine", "args": {"path": str(home / "own.txt")}}, "track_parts:Grumpy"],
         },
         "output_dir": str(home / "run"),
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace, "get_tracer_provider", lambda: provider)
-        patch.setattr("arborl.api.artifacts.write_report", curve_alone)
+        patch.setattr("arborl.training_run.artifacts.write_report", curve_alone)
         patch.setenv("MY_HOST_API_KEY", "another-secret-456")
         patch.setenv("WANDB_SILENT", "true")
         patch.chdir(home)
@@ -136,7 +136,7 @@ def test_the_log_has_what_the_console_said_and_more_and_goes_on_after_a_resume(f
     for said in (
         "step   1/2  reward",
         "step   3/3  reward",
-        "Goes on from step 2",
+        "Resumes from step 2",
         "held-out tasks, with 95 %",
         "saved",
     ):

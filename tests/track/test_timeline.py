@@ -6,11 +6,11 @@ import asyncio
 import json
 
 from arborl import spans
-from arborl.api import train
-from arborl.config.load import load
-from arborl.spans import drawn, span
+from arborl.config.load_config import load
+from arborl.spans import add_to_timeline, span
 from arborl.track.jsonl import read_metrics
 from arborl.track.timeline import Timeline
+from arborl.training_run import train
 
 
 def slices(path) -> list[dict]:
@@ -35,7 +35,7 @@ def test_what_goes_on_at_the_same_time_has_lines_of_its_own_and_a_free_one_is_us
 
     with Timeline(path, steps=1):
         asyncio.run(several())
-        drawn("engine", "steps", 1.0, 1.5, steps=7)
+        add_to_timeline("engine", "steps", 1.0, 1.5, steps=7)
     assert lines(path, "arborl.episode") == {1, 2, 3}
     assert slices(path)[0]["args"] == {"arborl.turns": 3}
     (engine,) = [one for one in slices(path) if one["name"] == "steps"]
@@ -52,7 +52,7 @@ def test_after_some_steps_only_the_learner_is_drawn_and_afterwards_nothing(tmp_p
     names = [one["name"] for one in slices(tmp_path / "a.json")]
     assert names.count("arborl.learn") == 3
     assert names.count("chat") == 1
-    assert spans.span("chat") is spans.NOTHING
+    assert spans.span("chat") is spans.NO_SPAN
 
 
 def test_a_file_that_was_left_whole_or_torn_is_gone_on_with(tmp_path):
@@ -76,4 +76,4 @@ def test_a_run_leaves_its_timeline_a_trace_and_says_who_was_idle(tmp_path):
     for row in read_metrics(tmp_path / "run" / "metrics.jsonl"):
         assert row["time/idle_learner"] > 0
         assert row["time/idle_engine"] > 0
-        assert {"batch/lag_mean", "batch/lag_max", "dropped/stale"} <= row.keys()
+        assert {"batch/lag_mean", "batch/lag_max", "rollout/dropped_stale"} <= row.keys()

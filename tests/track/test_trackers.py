@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from arborl.errors import CannotWrite
+from arborl.errors import DiskWriteError
 from arborl.track import JsonlTracker, TensorBoardTracker, Trackers
 from arborl.track.jsonl import read_metrics
 
@@ -139,6 +139,6 @@ def test_metrics_that_cannot_be_written_end_the_run_with_a_sentence(tmp_path):
     tracker = JsonlTracker(tmp_path / "metrics.jsonl")
     tracker.log({"reward/mean": 1.0}, 0)
     tracker.file = open("/dev/full", "w")  # noqa: SIM115
-    with pytest.raises(CannotWrite, match=r"metrics\.jsonl: cannot be written: No space left on device"):
+    with pytest.raises(DiskWriteError, match=r"metrics\.jsonl: cannot be written: No space left on device"):
         Trackers([tracker]).log({"reward/mean": 1.0}, 1)
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0]

@@ -14,13 +14,14 @@ from arborl.types import Message
 
 FINE = {
     "step": 1, "episode/count": 8.0, "episode/failed": 0.0, "episode/calls": 1.0, "episode/sampled": 9.0,
-    "episode/success": 0.5, "episode/valid": 1.0, "group/flat": 0.25, "call/cut_off": 0.0, "stop/context_full": 0.0,
+    "episode/success": 0.5, "episode/valid": 1.0, "group/zero_variance": 0.25, "call/cut_off": 0.0,
+    "stop/context_full": 0.0,
     "learner/terms": 72.0, "learner/grad_norm": 0.3, "learner/skipped": 0.0, "rollout/filtered": 0.0,
 }  # fmt: skip
 NOTHING = {"learner/terms": 0.0, "learner/grad_norm": None, "learner/skipped": 1.0, "learner/skipped/no_terms": 1.0}
-FLAT = NOTHING | {"group/flat": 1.0}
+FLAT = NOTHING | {"group/zero_variance": 1.0}
 CASES = {
-    "failed": NOTHING | {"episode/failed": 8.0, "group/flat": 1.0},
+    "failed": NOTHING | {"episode/failed": 8.0, "group/zero_variance": 1.0},
     "filtered": NOTHING | {"episode/count": 0.0, "rollout/filtered": 4.0, "rollout/missing": 4.0},
     "no_episodes": NOTHING | {"episode/count": 0.0, "rollout/expired": 4.0},
     "prompts_too_long": FLAT | {"episode/calls": 0.0, "episode/sampled": 0.0, "stop/context_full": 1.0},

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from arborl.api import train
-from arborl.build import build
-from arborl.config.load import load
+from arborl.config.load_config import load
 from arborl.errors import ConfigError
 from arborl.track.jsonl import read_metrics
+from arborl.training_run import train
+from arborl.training_run.build import build
 
 STEPS = [
     "agent=step", "agent.args.history_length=0", "rollout.tasks_per_step=2", "rollout.group_size=3", "trainer.steps=2",
@@ -116,7 +116,7 @@ def test_every_algorithm_keeps_its_columns(algorithm, tmp_path):
     assert rows[0]["rollout/downsampled_terms"] > 0
     assert rows[0].get("learner/skipped", 0.0) == 0.0
     assert np.isfinite(rows[0]["policy/loss"])
-    assert rows[0]["policy/rollout_gap"] < 1e-4  # every term is scored in the context it was sampled in
+    assert rows[0]["policy/logprob_diff"] < 1e-4  # every term is scored in the context it was sampled in
 
 
 def test_the_settings_are_read_and_contradictions_refused():

@@ -13,7 +13,7 @@ from arborl.cli.main import app
 from arborl.diagnosis.run_monitor import FailureMonitor
 from arborl.envs.env import Env, Observation, Step
 from arborl.errors import EpisodeError, RunStopped
-from arborl.failures import MOST, Failures, Firsts, cause_of, trimmed
+from arborl.failures import MAX_CAUSES, Failures, FirstFailureLogger, failure_key, trim_traceback
 from arborl.rollout import recorder
 from arborl.rollout.episode_store import EpisodeStore
 from arborl.track.jsonl import read_metrics
@@ -121,8 +121,8 @@ def test_failures_of_one_line_are_one_cause():
     assert cause_of(raised("task 1")) == cause_of(raised("task 2, another"))
     assert cause_of(raised("task 1")) != cause_of(raised("task 1", "second"))
     late = [Failure("tool 'x'", "timeout", f"took longer than {n} s", "TimeoutError") for n in (1, 2)]
-    assert cause_of(late[0]) == cause_of(late[1])
-    assert cause_of(late[0]) != cause_of(Failure("tool 'x'", "timeout", "gone"))
+    assert failure_key(late[0]) == failure_key(late[1])
+    assert failure_key(late[0]) != failure_key(Failure("tool 'x'", "timeout", "gone"))
 
 
 def test_causes_are_counted_over_batches_and_survive_a_checkpoint():
@@ -142,7 +142,7 @@ def test_the_number_of_causes_is_bounded_and_all_failures_are_counted(caplog):
         broken = Episode(word, Task("t"), failure=Failure("tool 'x'", "ValueError", f"{word}\n" * 1000))
         failures.add([broken], "step 1")
         firsts.tell(broken)
-    assert len(failures) == MOST == len(caplog.records)
+    assert len(failures) == MAX_CAUSES == len(caplog.records)
     assert sum(cause.count for cause in failures) == 500
     assert all(len(str(cause)) < 600 and "\n" not in str(cause) for cause in failures)
 
@@ -167,13 +167,13 @@ def test_a_traceback_of_another_process_is_kept():
     theirs = (
         'Traceback (most recent call last):\n  File "/home/me/lake.py", line 9, in step\n    raise\nValueError: ice\n'
     )
-    assert trimmed(ours + theirs) == theirs.strip()
-    assert trimmed(ours) == ours.strip()  # better than nothing
+    assert trim_traceback(ours + theirs) == theirs.strip()
+    assert trim_traceback(ours) == ours.strip()  # better than nothing
     checked = ours.replace(arborl.__file__, recorder.__file__)  # our check of what somebody's code returned
-    assert trimmed(checked) == "ValueError: ice"
+    assert trim_traceback(checked) == "ValueError: ice"
     chained = theirs + "\nThe above exception was the direct cause of the following exception:\n\n" + ours
-    assert trimmed(chained) == theirs.strip()
-    assert trimmed("") == ""
+    assert trim_traceback(chained) == theirs.strip()
+    assert trim_traceback("") == ""
 
 
 def test_few_failures_do_not_stop_a_run_and_many_in_a_row_do():

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from arborl.algorithms import Recipe
-from arborl.config.algorithm import AlgorithmConfig
-from arborl.config.run import LearnerConfig
+from arborl.config.algorithm_config import AlgorithmConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.data.reading.given import GivenReader
 from arborl.learner.core.learner import Learner
 from arborl.rollout.given import KINDS, GivenEpisodes

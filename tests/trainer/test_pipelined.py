@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from arborl.api import train
-from arborl.build import build
-from arborl.config.load import load
+from arborl.config.load_config import load
 from arborl.engines.engine import PROBE
 from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.errors import ConfigError, RunStopped
@@ -195,7 +193,7 @@ def test_tokens_sampled_during_an_update_carry_the_right_policy_version(more):
 
     class Calls:
         async def after(self, trainer, groups, metrics):
-            kept.extend(call for group in groups for episode in group.survivors for call in episode.calls)
+            kept.extend(call for group in groups for episode in group.valid_episodes for call in episode.calls)
 
     parts.learner.update, parts.engine.load, parts.engine.generate = slow, load_and_keep, late
     asyncio.run(make_trainer(parts, hooks=[Calls()]).fit())
@@ -238,8 +236,8 @@ def test_learner_and_engine_share_the_threads_while_both_compute():
     ("setting", "message"),
     [
         (["rollout.max_lag=-1"], "rollout.max_lag"),
-        (["rollout.max_lag=1", "deterministic=true"], "who is trained with whom depends on the clock"),
-        (["rollout.max_lag=1", "rollout.record=x.jsonl"], "a tape holds whole batches"),
+        (["rollout.max_lag=1", "deterministic=true"], "the composition of batches depends on time"),
+        (["rollout.max_lag=1", "rollout.record=x.jsonl"], "a recording holds whole batches"),
         (["engine.update=stop"], "engine.update"),
     ],
 )

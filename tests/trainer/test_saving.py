@@ -85,7 +85,7 @@ def test_training_continues_while_a_checkpoint_of_an_earlier_step_is_written(mak
     trainer.learner.gate.clear()
     for _ in range(3):
         trainer.train(save)
-    assert complete(tmp_path) == []
+    assert complete_checkpoints(tmp_path) == []
     trainer.learner.gate.set()
     save.finish()
     found = find(tmp_path, "latest")
@@ -100,7 +100,7 @@ def test_on_a_slow_disk_every_checkpoint_is_written_one_at_a_time(make, tmp_path
         threading.Timer(0.05, trainer.learner.gate.set).start()
         trainer.train(save)
     save.finish()
-    assert [weights(folder) for folder in complete(tmp_path)] == [1, 2, 3, 4, 5]
+    assert [weights(folder) for folder in complete_checkpoints(tmp_path)] == [1, 2, 3, 4, 5]
     assert trainer.learner.most == 1
 
 
@@ -147,7 +147,7 @@ def failed(save: SaveCheckpoints, trainer: Trainer) -> None:
 def test_a_failed_write_ends_the_run_at_the_next_step_and_keeps_the_checkpoint_before(make, tmp_path):
     save, trainer = make(every=2, keep=1), Trainer()
     failed(save, trainer)
-    with pytest.raises(CannotWrite, match=r"step-000004: cannot be written: No space left on device\. .*as it was"):
+    with pytest.raises(DiskWriteError, match=r"step-000004: cannot be written: No space left on device\. .*as it was"):
         trainer.train(save)
     assert weights(find(tmp_path, "latest")) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
@@ -156,7 +156,7 @@ def test_a_failed_write_ends_the_run_at_the_next_step_and_keeps_the_checkpoint_b
 def test_a_failed_last_write_is_raised_at_the_end(make):
     save, trainer = make(every=2), Trainer()
     failed(save, trainer)
-    with pytest.raises(CannotWrite, match="step-000004"):
+    with pytest.raises(DiskWriteError, match="step-000004"):
         save.finish()
 
 
@@ -189,7 +189,7 @@ def test_the_last_step_is_saved_and_memory_is_reserved_once(make, tmp_path):
     for _ in range(3):
         trainer.train(save)
     save.finish()
-    assert [folder.name for folder in complete(tmp_path)] == ["step-000003"]
+    assert [folder.name for folder in complete_checkpoints(tmp_path)] == ["step-000003"]
     assert trainer.learner.reserved == 1
 
 
@@ -205,7 +205,7 @@ def test_a_checkpoint_waits_for_its_memory_and_the_run_does_not(make, tmp_path, 
     trainer.train(save)
     trainer.train(save)
     save.finish()
-    assert [folder.name for folder in complete(tmp_path)] == ["step-000004"]
+    assert [folder.name for folder in complete_checkpoints(tmp_path)] == ["step-000004"]
 
 
 def test_the_last_step_waits_for_its_memory(make, tmp_path, monkeypatch):
@@ -216,4 +216,4 @@ def test_the_last_step_waits_for_its_memory(make, tmp_path, monkeypatch):
     trainer.train(save)
     trainer.train(save)
     save.finish()
-    assert [folder.name for folder in complete(tmp_path)] == ["step-000002"]
+    assert [folder.name for folder in complete_checkpoints(tmp_path)] == ["step-000002"]

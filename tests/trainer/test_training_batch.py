@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from arborl.algorithms import make_algorithm
-from arborl.config.algorithm import AlgorithmConfig
-from arborl.config.run import LearnerConfig
+from arborl.config.algorithm_config import AlgorithmConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.learner.learner import Learner
 from arborl.trainer.training_batch import prepare_batch
 from arborl.types import Call, Completion, Episode, Finish, Group, Sampling, Stop, Task
@@ -23,7 +23,7 @@ def group(number: int, *rewards: float) -> Group:
     task = Task(f"task-{number}")
 
     def episode(place: int, reward: float) -> Episode:
-        said = Completion((7 + place, 9, 11), (-1.0, -2.0, -3.0), Finish.STOP)
+        said = Completion((7 + place, 9, 11), (-1.0, -2.0, -3.0), FinishReason.STOP)
         return Episode(f"{task.id}/{place}", task, calls=[Call((1, 2, 3 + number), said, 0)], rewards={"r": reward})
 
     return Group(task, [episode(place, reward) for place, reward in enumerate(rewards)])
@@ -57,7 +57,7 @@ def test_a_non_finite_logprob_of_the_engine_fails_the_episode(tiny_llama, caplog
     [
         ({"kl": {"coef": 0.1}}, "reference policy"),
         ({"kl": {"coef": 0.1, "where": "reward"}}, "learner"),
-        ({"guard": "tis"}, "learner"),
+        ({"importance_weights": "tis"}, "learner"),
         ({"name": "ppo"}, "critic"),
         ({"name": "dpo"}, "reference policy"),
     ],
@@ -97,11 +97,17 @@ def test_a_truncated_episode_is_bootstrapped_with_the_value_of_the_next_position
 
     def groups(more: tuple[int, ...]) -> list[Group]:
         said = [(7, 9), (7, 9, 11), (8,), (7, 9), (5, 5)]
-        stops = [Stop.MAX_TURNS, Stop.CONTEXT_FULL, Stop.DONE, Stop.TRUNCATED, Stop.MAX_TURNS]
+        stops = [
+            StopReason.MAX_TURNS,
+            StopReason.CONTEXT_FULL,
+            StopReason.DONE,
+            StopReason.TRUNCATED,
+            StopReason.MAX_TURNS,
+        ]
         made = []
         for number, (tokens, stop) in enumerate(zip(said, stops, strict=True)):
-            longer = (*tokens, *more) if stop is not Stop.DONE else tokens
-            call = Call((1, 2, 3), Completion(longer, (-1.0,) * len(longer), Finish.STOP), 0)
+            longer = (*tokens, *more) if stop is not StopReason.DONE else tokens
+            call = Call((1, 2, 3), Completion(longer, (-1.0,) * len(longer), FinishReason.STOP), 0)
             made.append(Episode(f"{number}", task, calls=[call], stop=stop, rewards={"r": float(number)}))
         return [Group(task, made[:4]), Group(task, made[4:])]
 

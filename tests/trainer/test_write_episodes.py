@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from arborl.checkpoint import complete
-from arborl.errors import CannotWrite
+from arborl.checkpoint import complete_checkpoints
+from arborl.errors import DiskWriteError
 from arborl.rollout.store import EpisodeStore
 from arborl.trainer.hooks import SaveCheckpoints, WriteEpisodes
 from arborl.types import Episode, Group, Task
@@ -79,10 +79,10 @@ def test_a_checkpoint_follows_the_episode_file_of_its_step(keep, tmp_path):
     after(keep, 1)
     save(trainer)
     assert not save.background.wait(0.2)
-    assert complete(tmp_path / "checkpoints") == []
+    assert complete_checkpoints(tmp_path / "checkpoints") == []
     keep.store.may_write.set()
     save.finish()
-    assert len(keep.store.paths()) == len(complete(tmp_path / "checkpoints")) == 1
+    assert len(keep.store.paths()) == len(complete_checkpoints(tmp_path / "checkpoints")) == 1
     save.close()
 
 
@@ -90,12 +90,12 @@ def test_a_failed_episode_file_ends_the_run_at_the_next_step_without_a_checkpoin
     keep.store.error = CannotWrite("disk full")
     after(keep, 1)
     keep.store.may_write.set()
-    with pytest.raises(CannotWrite, match="disk full"):
+    with pytest.raises(DiskWriteError, match="disk full"):
         after(keep, 2)
     trainer = SimpleNamespace(step=2, num_steps=9, learner=Learner(), state=lambda: {"step": 2})
     save = SaveCheckpoints(tmp_path / "checkpoints", 1, 2, {}, lambda folder: None, keep.flush)
     save(trainer)
-    with pytest.raises(CannotWrite, match="disk full"):
+    with pytest.raises(DiskWriteError, match="disk full"):
         save.finish()
-    assert complete(tmp_path / "checkpoints") == []
+    assert complete_checkpoints(tmp_path / "checkpoints") == []
     save.close()

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from arborl.api import Run
-from arborl.config.base import plain
-from arborl.config.load import load
+from arborl.config.config_base import to_plain
+from arborl.config.load_config import load
 from arborl.errors import ConfigError, RunStopped
+from arborl.training_run import Run
 from arborl.tune import run_trial
 from arborl.tune.run_objective import RunObjective, default_direction, episodes
 from arborl.tune.space import read_space
@@ -38,9 +38,9 @@ def objective(*settings: str, **more: Any) -> RunObjective:
 
 def test_a_trial_is_the_run_with_its_parameters_and_nothing_else_that_matters() -> None:
     config = objective("seed=7", pruning=False).config({"learner.lr": 1e-3, "algorithm": "gspo"})
-    plain = load(None, ["seed=7", "learner.lr=1e-3", "algorithm=gspo"])
+    to_plain = load(None, ["seed=7", "learner.lr=1e-3", "algorithm=gspo"])
     quiet = {"evaluation", "track", "trainer"}
-    assert config.model_dump(exclude=quiet) == plain.model_dump(exclude=quiet)
+    assert config.model_dump(exclude=quiet) == to_plain.model_dump(exclude=quiet)
     assert (config.evaluation.before, config.evaluation.greedy, config.track.gifs) == (False, False, 0)
 
 
@@ -294,8 +294,8 @@ def test_a_trial_whose_process_dies_says_where_to_look(tmp_path: Path, monkeypat
 def test_a_run_says_its_number_or_why_there_is_none(
     after: dict[str, float], said: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("arborl.api.train", lambda config, hooks: Run(Path(), {"after": after}))
-    order = {"config": plain(load(None, [])), "metric": "success"}
+    monkeypatch.setattr("arborl.training_run.train", lambda config, hooks: Run(Path(), {"after": after}))
+    order = {"config": to_plain(load(None, [])), "metric": "success"}
     assert run_trial._train(order, None) == said  # type: ignore[arg-type]
 
 

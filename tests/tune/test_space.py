@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.config.load import read_value, write_setting
+from arborl.config.load_config import format_override, parse_value
 from arborl.errors import ConfigError
 from arborl.tune.space import (
     KEYS,
@@ -128,6 +128,6 @@ odd = st.text(alphabet="a\\\"'$ {}[],:=~\n", max_size=8)
 
 @given(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), odd))
 def test_a_setting_that_is_written_is_read_back_exactly(value: Any) -> None:
-    found = read_value(write_setting("a.b", value).partition("=")[2])
+    found = parse_value(format_override("a.b", value).partition("=")[2])
     assert found == value
     assert type(found) is type(value)

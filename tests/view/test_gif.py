@@ -9,7 +9,7 @@ from arborl.envs.env import Env, Observation, Step
 from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.rollout.recorder import Limits, RecordedEnv
 from arborl.seeds import derive
-from arborl.types import Call, Completion, Episode, Finish, Message, Task, Turn
+from arborl.types import Call, Completion, Episode, FinishReason, Message, Task, Turn
 from arborl.view import Frame, replay, save_gif
 
 
@@ -62,7 +62,9 @@ def test_the_last_frame_shows_the_reward_that_is_learned_from_and_what_it_is_mad
 
 def test_a_turn_shows_all_that_the_model_said_in_it_without_its_tokenizer():
     def call(words):
-        return Call((1,), Completion((2,), (-1.0,), Finish.STOP), 0, reply=Message("assistant", words, sampled=True))
+        return Call(
+            (1,), Completion((2,), (-1.0,), FinishReason.STOP), 0, reply=Message("assistant", words, sampled=True)
+        )
 
     played = episode("42")
     played.calls = [call("calc(6*7)"), call("42")]

@@ -14,7 +14,7 @@ from arborl.view.context_length import edits_itself, lengths
 
 
 def episode(*prompts: int) -> Episode:
-    calls = [Call(tuple(range(size)), Completion((1, 2), (-0.1, -0.1), Finish.STOP), 0) for size in prompts]
+    calls = [Call(tuple(range(size)), Completion((1, 2), (-0.1, -0.1), FinishReason.STOP), 0) for size in prompts]
     return Episode("e", Task("t"), calls=calls)
 
 

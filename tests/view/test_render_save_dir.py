@@ -8,7 +8,6 @@ import pytest
 from PIL import Image
 
 import arborl
-from arborl.api.render import Render, extremes
 from arborl.envs.env import Env, Observation, Step
 from arborl.rollout.runner import EpisodeFactories
 from arborl.types import Call, Completion, Episode, Finish, Group, Message, Task, Turn
@@ -86,7 +85,9 @@ def test_an_environment_without_pictures_is_drawn_as_its_text():
 
 
 def test_all_the_model_said_in_a_turn_is_shown_its_tool_calls_too():
-    calls = [Call((1,), Completion(tuple(ids), (0.0,) * len(ids), Finish.STOP), 0) for ids in ([65, 66, 0], [67, 0])]
+    calls = [
+        Call((1,), Completion(tuple(ids), (0.0,) * len(ids), FinishReason.STOP), 0) for ids in ([65, 66, 0], [67, 0])
+    ]
     episode = Episode("e", Task("t"), turns=[Turn(Message("assistant", "C", sampled=True))], calls=calls)
 
     def decode(ids):
@@ -110,7 +111,7 @@ def test_an_episode_that_cannot_be_drawn_is_reported_and_costs_nothing_else(tmp_
         Group(Task(name), [Episode(f"{name}#0", Task(name), opening=(Message("user", "before"),), turns=[turn])])
         for name in "ab"
     ]
-    written = asyncio.run(Render(cast, lambda ids: "", tmp_path, 1, 4).draw("train", 7, groups))
+    written = asyncio.run(EpisodeRenderer(cast, lambda ids: "", tmp_path, 1, 4).draw("train", 7, groups))
     assert [path.name for path in written] == ["step-000007-b-0.gif"]
     assert "episode a#0 could not be drawn" in caplog.text
 

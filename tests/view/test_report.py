@@ -12,7 +12,7 @@ import arborl
 from arborl.failures import Failures
 from arborl.rollout.episode_store import EpisodeStore
 from arborl.track import JsonlTracker
-from arborl.types import Call, Completion, Episode, Failure, Finish, Group, Message, Stop, Task, Turn
+from arborl.types import Call, Completion, Episode, Failure, FinishReason, Group, Message, StopReason, Task, Turn
 from arborl.view import Frame, save_gif, write_report
 from arborl.view.transcript import pieces, transcript
 
@@ -50,10 +50,10 @@ def decode(tokens):
 
 def episode(name, reward, words=EVIL, failure=None):
     tokens = tuple(ord(letter) for letter in words)
-    call = Call((1, 2), Completion(tokens, (-0.5,) * len(tokens), Finish.STOP), 0)
+    call = Call((1, 2), Completion(tokens, (-0.5,) * len(tokens), FinishReason.STOP), 0)
     turn = Turn(Message("assistant", words, sampled=True), (Message("user", f"map {EVIL}"),), reward)
     opening = (Message("system", "rules"), Message("user", EVIL))
-    stop = Stop.ERROR if failure else Stop.DONE
+    stop = StopReason.ERROR if failure else StopReason.DONE
     return Episode(name, Task(f"{name} {EVIL}"), 0, opening, [turn], [call], stop, {"env": reward}, failure=failure)
 
 
@@ -146,7 +146,7 @@ def test_tokens_are_shaded_and_carry_their_log_probability_when_they_can_be_deco
 
 def call(prompt, words, turn):
     tokens = tuple(map(ord, words))
-    return Call(tuple(map(ord, prompt)), Completion(tokens, (-0.1,) * len(tokens), Finish.STOP), turn)
+    return Call(tuple(map(ord, prompt)), Completion(tokens, (-0.1,) * len(tokens), FinishReason.STOP), turn)
 
 
 def test_a_call_the_environment_never_heard_is_shown_too():
@@ -207,7 +207,7 @@ def test_steps_in_which_nothing_was_learned_are_named_with_what_to_try(run):
     flat = {
         "episode/count": 8.0,
         "episode/calls": 1.0,
-        "group/flat": 1.0,
+        "group/zero_variance": 1.0,
         "learner/grad_norm": 0.0,
         "learner/terms": 0.0,
     }
@@ -226,7 +226,7 @@ def test_flat_groups_entropy_valid_replies_stops_and_tool_failures_are_drawn(run
     tracker = JsonlTracker(run / "metrics.jsonl")
     for step in range(1, 4):
         tracker.log(
-            {"episode/count": 8.0, "episode/failed": 1.0, "group/flat": 0.5, "policy/entropy": 1.0,
+            {"episode/count": 8.0, "episode/failed": 1.0, "group/zero_variance": 0.5, "policy/entropy": 1.0,
              "episode/valid": 0.5, "stop/done": 0.5, "stop/max_turns": 0.5, "episode/tool/calls": 1.0,
              "episode/tool/exception": 0.5, "reward/mean": 0.1, "learner/grad_norm": 1.0}, step,
         )  # fmt: skip

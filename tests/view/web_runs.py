@@ -11,7 +11,19 @@ from arborl.chat.tokenizer import FileTokenizer
 from arborl.models.model_files import resolve
 from arborl.rollout.store import EpisodeStore
 from arborl.rollout.term_store import NUMBERS, TermStore
-from arborl.types import Call, Completion, Episode, Failure, Finish, Group, Message, Stop, Task, ToolCall, Turn
+from arborl.types import (
+    Call,
+    Completion,
+    Episode,
+    Failure,
+    FinishReason,
+    Group,
+    Message,
+    StopReason,
+    Task,
+    ToolCall,
+    Turn,
+)
 
 EVIL = "<script>window.hacked = 1</script><img src=x onerror='window.hacked=1'>"
 CONTROL = "bell\x07 turned \u202eround\u202c nul\x00"
@@ -26,7 +38,7 @@ def made_call(words: FileTokenizer, prompt: list[int], reply: str, turn: int, ve
     tokens = tuple(words.encode(reply))
     logprobs = tuple(-0.1 - 0.2 * (at % 5) for at in range(len(tokens)))
     rivals = tuple(((words.encode("Jump")[0], -1.5), (words.encode("Down")[0], -2.5)) for _ in tokens)
-    return Call(tuple(prompt), Completion(tokens, logprobs, Finish.STOP, version, 0.01), turn, True, (),
+    return Call(tuple(prompt), Completion(tokens, logprobs, FinishReason.STOP, version, 0.01), turn, True, (),
                 Message("assistant", reply, sampled=True), rivals=rivals)  # fmt: skip
 
 
@@ -49,10 +61,11 @@ def made_group(words: FileTokenizer, step: int, number: int, size: int, version:
             Turn(Message("assistant", f"{move} zebra{step} {CONTROL}", sampled=True), (), float(member % 2)),
         ]
         episode = Episode(f"{task.id}#{member}", task, member, opening, turns, [first, second],
-                          Stop.DONE if member % 2 else Stop.MAX_TURNS, {"env": float(member % 2), "brief": 0.25},
+                          StopReason.DONE if member % 2 else StopReason.MAX_TURNS,
+                          {"env": float(member % 2), "brief": 0.25},
                           {"success": float(member % 2)}, seconds=0.5)  # fmt: skip
         if member == 2 and number == 1:
-            episode.failure, episode.stop = Failure(f"tool {EVIL}", "ValueError", EVIL, "Traceback …"), Stop.ERROR
+            episode.failure, episode.stop = Failure(f"tool {EVIL}", "ValueError", EVIL, "Traceback …"), StopReason.ERROR
             episode.rewards.clear()
         episodes.append(episode)
     return Group(task, episodes)

@@ -13,7 +13,7 @@ import numpy as np
 
 from arborl.algorithms import episode_advantages, turn_advantages
 from arborl.algorithms.reward_arrays import RewardArrays, kl_costs
-from arborl.config.algorithm import AlgorithmConfig
+from arborl.config.algorithm_config import AlgorithmConfig
 from arborl.types import Floats, Group, Terms
 
 Memory = dict[str, Any]

@@ -106,7 +106,7 @@ LOSSES: dict[str, Loss] = {
     "sft": _sft,
     "distill": _distill,
 }
-"""Name to loss; the settings each reads are in `arborl.config.presets`."""
+"""Name to loss; the settings each reads are in `arborl.config.algorithm_config`."""
 
 
 # ------------------------------------------------------------------------------------------------ whole sequences

@@ -184,7 +184,7 @@ class Recipe(Algorithm):
         if config.whiten == "token":
             advantage = whitened_by_token(advantage)
         elif config.whiten:
-            advantage = whitened(advantage, terms.episode, centre=not config.compares)
+            advantage = whitened(advantage, terms.episode, centre=not config.compares_episodes)
         if config.advantage_clip is not None:
             self.credit_metrics["algorithm/advantage_clipped"] = float(
                 (np.abs(advantage) > config.advantage_clip).mean()
@@ -206,7 +206,7 @@ class Recipe(Algorithm):
     def _credit_without_advantage(self, groups: Sequence[Group], terms: Terms) -> Terms:
         """For losses without an advantage: the column holds the score that orders episodes, if the loss uses one."""
         config = self.config
-        episodes = [episode for group in groups for episode in group.survivors]
+        episodes = [episode for group in groups for episode in group.valid_episodes]
         score_E = np.array([episode.reward for episode in episodes], dtype=np.float64)
         weight_E = np.array([episode.weight for episode in episodes], dtype=np.float64)
         if config.loss not in ("dpo", "ipo", "kto"):
@@ -242,7 +242,7 @@ class Recipe(Algorithm):
     def _importance_factors(self, terms: Terms) -> Floats:
         """The factor of each term's advantage for tokens that another policy or engine sampled."""
         config, factor = self.config, np.ones(len(terms))
-        if config.guard.kind != "none" and len(terms):
+        if config.importance_weights.kind != "none" and len(terms):
             of = terms.call if config.sequence == "call" else terms.episode
             ratio = ratios(terms.proximal - terms.logprob, of if config.guard.level == "sequence" else None)
             factor = importance_weights(config.guard.kind, ratio, *config.guard.bounds)
@@ -257,7 +257,7 @@ class Recipe(Algorithm):
     def _adapt_kl(self, terms: Terms) -> None:
         """After the advantages of a step: adapt the coefficient of a KL penalty in the reward to its target."""
         kl = self.config.kl
-        if not self.config.kl_in_reward or not len(terms):
+        if not self.config.has_kl_in_reward or not len(terms):
             return
         coef = self.memory.get("kl_coef", kl.coef)
         episodes = len(np.unique(terms.episode))

@@ -86,12 +86,12 @@ class RewardArrays:
 
     @cached_property
     def episodes(self) -> list[Episode]:
-        return [episode for group in self.groups for episode in group.survivors]
+        return [episode for group in self.groups for episode in group.valid_episodes]
 
     @cached_property
     def sizes(self) -> list[int]:
         """Episodes of each group."""
-        return [len(group.survivors) for group in self.groups]
+        return [len(group.valid_episodes) for group in self.groups]
 
     @cached_property
     def group_E(self) -> Ints:

@@ -47,7 +47,7 @@ def reasons(config: AlgorithmConfig) -> list[str]:
         "outside_pairs": config.loss in ("dpo", "ipo"),
         "no_greedy": config.advantage == "remax",
         "negative_reward": config.advantage == "maxrl",
-        "zero_variance": config.drops_flat,
+        "zero_variance": config.drops_zero_variance,
     }
     return ["failed", "reward_not_finite", "empty_group", "nothing_sampled", *(why for why, can in may.items() if can)]
 

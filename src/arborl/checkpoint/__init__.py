@@ -1,14 +1,31 @@
-"""Checkpoints: complete or not there. They never know what a model is: the caller's callback writes the tensors.
+"""Checkpoints: complete or absent. Tensors are written by a function of the caller.
 
 In reading order:
 
-    checkpoint.py  Saving and finding checkpoints, so that a kill at any moment leaves a good one to resume from
-    background.py  Writing while the run goes on: one thread, one job at a time, and no failure is lost
-    manifest.py    The file that makes a checkpoint complete: every file with its size and hash, written last
+    checkpoint.py  Write, find and delete checkpoints; write in the background
+    manifest.py    Size and hash of every file of a checkpoint
 """
 
-from arborl.checkpoint.background import Background
-from arborl.checkpoint.checkpoint import any_of, check_model, complete, find, load_state, rewind, save
-from arborl.checkpoint.manifest import Damaged
+from arborl.checkpoint.checkpoint import (
+    BackgroundWriter,
+    check_model,
+    complete_checkpoints,
+    find,
+    has_checkpoints,
+    load_state,
+    rewind,
+    save,
+)
+from arborl.checkpoint.manifest import DamagedCheckpoint
 
-__all__ = ["Background", "Damaged", "any_of", "check_model", "complete", "find", "load_state", "rewind", "save"]
+__all__ = [
+    "BackgroundWriter",
+    "DamagedCheckpoint",
+    "check_model",
+    "complete_checkpoints",
+    "find",
+    "has_checkpoints",
+    "load_state",
+    "rewind",
+    "save",
+]

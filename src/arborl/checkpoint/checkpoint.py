@@ -1,10 +1,9 @@
-"""Saving and finding checkpoints, so that a kill at any moment leaves a good one to resume from.
+"""Write and find checkpoints. A kill at any moment leaves a complete one.
 
     checkpoints/step-000012/{model/…, optimizer.pt, state.json, MANIFEST}
 
-`step-000012` is the run after 12 steps: the next step is number 12. A folder is filled under a hidden name and renamed
-once it is whole and on disk. One process writes to a root at a time.
-"""
+`step-000012` is the state after 12 steps. A folder is written under a hidden name and renamed once it is complete and
+on disk. One process writes to a root at a time."""
 
 from __future__ import annotations
 
@@ -15,11 +14,12 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from arborl.checkpoint.manifest import NAME, Damaged, check, write_manifest
-from arborl.errors import ConfigError, writing
+from arborl.checkpoint.manifest import NAME, DamagedCheckpoint, check, write_manifest
+from arborl.errors import ConfigError, disk_errors
 
 log = logging.getLogger(__name__)
 
@@ -29,20 +29,20 @@ STATE = "state.json"
 
 
 def save(root: Path, step: int, write: Callable[[Path], None], state: dict[str, Any], keep: int) -> Path:
-    """Write the checkpoint of this step; all of it is there afterwards, or none.
+    """Write the checkpoint of this step, completely or not at all.
 
     Args:
-        root: the folder of all checkpoints; made when missing.
-        step: steps done. A checkpoint of the same step is replaced.
-        write: fills the folder it is given: weights, optimiser, whatever the run needs.
-        state: the rest, as JSON.
-        keep: how many complete checkpoints stay, newest first; the one just written always does.
+        root: the folder of all checkpoints.
+        step: number of finished steps. A checkpoint of the same step is replaced.
+        write: writes weights and optimizer state into the given folder.
+        state: other state, as JSON.
+        keep: number of newest complete checkpoints to keep; the written one always stays.
 
     Example:
         save(folder / "checkpoints", 12, lambda to: model.save_pretrained(to / "model"), {"seed": 0}, keep=2)
     """
     final, fresh = root / f"step-{step:06}", _hidden(root, "tmp", step)
-    with writing(final):
+    with disk_errors(final):
         root.mkdir(parents=True, exist_ok=True)
         _restore(root)
         try:
@@ -55,7 +55,7 @@ def save(root: Path, step: int, write: Callable[[Path], None], state: dict[str, 
             shutil.rmtree(fresh, ignore_errors=True)
             raise
         if final.exists():
-            # A kill after this line leaves the old one under its hidden name; `_restore` gives it its name back.
+            # after a kill here, `_restore` renames the old one back
             final.rename(_hidden(root, "old", step))
         fresh.rename(final)
         _sync(root)
@@ -64,13 +64,13 @@ def save(root: Path, step: int, write: Callable[[Path], None], state: dict[str, 
 
 
 def find(root: Path, which: str, verify: bool = True) -> Path:
-    """The folder of a checkpoint that can be loaded.
+    """The folder of a complete checkpoint.
 
     Args:
         root: the folder of all checkpoints.
-        which: `latest`, a step number, or a path. `latest` passes over damaged ones, with a warning; asking for a
-            damaged one by number or path is an error that names the bad file.
-        verify: compare hashes, not sizes alone.
+        which: `latest`, a step number, or a path. `latest` skips damaged ones with a warning; a damaged one by number
+            or path is an error.
+        verify: compare hashes, not only sizes.
     """
     _restore(root)
     if which == "latest":
@@ -81,20 +81,20 @@ def find(root: Path, which: str, verify: bool = True) -> Path:
         raise ConfigError(f"no checkpoint at {folder}. {_what_exists(root)}")
     try:
         check(folder, verify)
-    except Damaged as error:
-        raise Damaged(f"the checkpoint {folder} cannot be used: {error}. {_what_exists(root)}") from error
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(f"the checkpoint {folder} cannot be used: {error}. {_what_exists(root)}") from error
     return folder
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """The `state` a checkpoint was saved with. A key that it lacks is `Damaged` when it is asked for."""
+    """The `state` of a checkpoint. Reading a missing key raises `DamagedCheckpoint`."""
     path = folder / STATE
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise Damaged(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        raise DamagedCheckpoint(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(state, dict):
-        raise Damaged(f"{path} holds a {type(state).__name__} and not an object")
+        raise DamagedCheckpoint(f"{path} holds a {type(state).__name__} and not an object")
     return _State(path, state)
 
 
@@ -104,39 +104,36 @@ class _State(dict[str, Any]):
         self.path = path
 
     def __missing__(self, key: str) -> Any:
-        raise Damaged(f"{self.path} has no {key!r}: it is not the state of such a run")
+        raise DamagedCheckpoint(f"{self.path} has no {key!r}: it is not the state of a run")
 
 
 def check_model(folder: Path) -> Path:
-    """The same folder of a model; where it lies in a checkpoint, once its files are found to be what was written."""
+    """The folder of a model; if it is part of a checkpoint, its hashes are verified."""
     home = folder.absolute().parent
     if (home / NAME).exists() or STEP.fullmatch(home.name):
         try:
             check(home, verify=True, under=folder.name)
-        except Damaged as error:
-            raise Damaged(f"the model {folder} cannot be used: {error}.") from error
+        except DamagedCheckpoint as error:
+            raise DamagedCheckpoint(f"the model {folder} cannot be used: {error}.") from error
     return folder
 
 
-def any_of(root: Path) -> bool:
-    """Whether there is a checkpoint, whole or not."""
+def has_checkpoints(root: Path) -> bool:
+    """Whether there is a checkpoint, complete or not."""
     _restore(root)
     return bool(_steps(root))
 
 
-def complete(root: Path) -> list[Path]:
-    """The checkpoints whose files are all there in full size, oldest step first."""
+def complete_checkpoints(root: Path) -> list[Path]:
+    """Checkpoints whose files all have the right size, oldest first."""
     return [folder for folder in _steps(root) if _damage(folder, verify=False) is None]
 
 
 def rewind(root: Path, step: int) -> None:
-    """Remove every checkpoint after this step.
-
-    A run resumed from an older checkpoint leaves the later ones' line; `latest` must not lead back to it.
-    """
+    """Delete all checkpoints after this step: a run that resumes from an older one diverges from them."""
     for folder in _steps(root):
         if _number(folder) > step:
-            log.info("removing %s: the run goes on from step %d", folder, step)
+            log.info("deleting %s: the run resumes from step %d", folder, step)
             _discard(folder)
 
 
@@ -146,15 +143,15 @@ def _latest(root: Path, verify: bool) -> Path:
         damage = _damage(folder, verify)
         if damage is None:
             return folder
-        log.warning("passing over the checkpoint %s: %s", folder, damage)
+        log.warning("skipping the checkpoint %s: %s", folder, damage)
     found = f"All {len(folders)} there are damaged." if folders else "There is none."
     raise ConfigError(f"no complete checkpoint in {root}. {found} Start a run in another output_dir, or give a path.")
 
 
-def _damage(folder: Path, verify: bool) -> Damaged | None:
+def _damage(folder: Path, verify: bool) -> DamagedCheckpoint | None:
     try:
         check(folder, verify)
-    except Damaged as error:
+    except DamagedCheckpoint as error:
         return error
     return None
 
@@ -169,15 +166,15 @@ def _number(folder: Path) -> int:
 
 
 def _what_exists(root: Path) -> str:
-    names = [str(_number(folder)) for folder in complete(root)]
+    names = [str(_number(folder)) for folder in complete_checkpoints(root)]
     if not names:
         return f"{root} has no complete checkpoint; start a run in another output_dir."
     return f"{root} has steps {', '.join(names)}; write 'latest', one of these numbers, or a path."
 
 
 def _prune(root: Path, written: Path, keep: int) -> None:
-    kept = {written, *complete(root)[-keep:]} if keep > 0 else {written}
-    for folder in complete(root):
+    kept = {written, *complete_checkpoints(root)[-keep:]} if keep > 0 else {written}
+    for folder in complete_checkpoints(root):
         if folder not in kept:
             _discard(folder)
     for pattern in (".tmp-*", ".old-*"):
@@ -186,14 +183,14 @@ def _prune(root: Path, written: Path, keep: int) -> None:
 
 
 def _discard(folder: Path) -> None:
-    """Hide it first, so that a kill while deleting leaves no half checkpoint under a good name."""
+    """Rename, then delete: a kill meanwhile leaves no incomplete checkpoint."""
     hidden = _hidden(folder.parent, "tmp", _number(folder))
     folder.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _restore(root: Path) -> None:
-    """Undo the first half of a replacement that was killed before its second."""
+    """Undo an interrupted replacement."""
     for folder in root.glob(".old-*"):
         named = REPLACED.fullmatch(folder.name)
         if named and not (root / named.group(1)).exists():
@@ -216,3 +213,59 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+class BackgroundWriter:
+    """Runs one job at a time in a thread. The job must read copies of data that changes meanwhile.
+
+    The error of a failed job is raised once, by the next `raise_if_failed`, `wait` or `start`.
+
+    Example:
+        background = Background("a checkpoint")
+        background.start(lambda: save(root, 12, copied.write, state, keep=2))
+        background.raise_if_failed()
+        background.close()   # waits
+
+    Args:
+        what: the written object, for messages.
+    """
+
+    def __init__(self, what: str = "a checkpoint") -> None:
+        self.what, self.thread = what, ThreadPoolExecutor(1, "arborl-writer")
+        self.job: Future[Any] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is running."""
+        return self.job is not None and not self.job.done()
+
+    def start(self, work: Callable[[], object]) -> None:
+        """Start a job after the former has ended."""
+        self.wait()
+        self.job = self.thread.submit(work)
+
+    def raise_if_failed(self) -> None:
+        """Raise the error of a failed job; do not wait for a running one."""
+        if not self.busy:
+            self.wait()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until the job is done, at most `seconds`; raise its error. Returns whether it is done."""
+        job = self.job
+        if job is None:
+            return True
+        try:
+            if job in wait([job], seconds).done:
+                job.result()
+            return job.done()
+        finally:
+            if job.done():  # else the wait was interrupted and the job still runs
+                self.job = None
+
+    def close(self) -> None:
+        """Wait, and end the thread. An error is logged, not raised: the run may end for another reason."""
+        try:
+            self.wait()
+        except Exception as error:
+            log.error("%s is not written: %s", self.what, error)
+        self.thread.shutdown()

@@ -1,4 +1,4 @@
-"""The file that makes a checkpoint complete: every file with its size and hash, written last."""
+"""`MANIFEST` of a checkpoint: size and hash of every file; written last."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from arborl.errors import ConfigError
 
 NAME = "MANIFEST"
 VERSION = 2
-"""Since 2 a file's hash is that of its pieces' hashes, so that many cores can work on one file."""
+"""Since version 2 the hash of a file is the hash of the hashes of its pieces, computed in parallel."""
 PIECE = 2**26
 THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
-"""The run goes on meanwhile, and needs cores too."""
+"""Half of the cores at most: training continues meanwhile."""
 
 
-class Damaged(ConfigError):
-    """A checkpoint is incomplete, or not what was written."""
+class DamagedCheckpoint(ConfigError):
+    """A checkpoint is incomplete or changed."""
 
 
 def write_manifest(folder: Path, step: int) -> None:
@@ -34,12 +34,12 @@ def write_manifest(folder: Path, step: int) -> None:
 
 
 def check(folder: Path, verify: bool, under: str = "") -> None:
-    """Raise `Damaged`, which names the bad file, unless the folder holds what was written.
+    """Raise `DamagedCheckpoint` with the name of the file unless all files are as written.
 
     Args:
         folder: a checkpoint.
-        verify: compare the hashes too, which reads every byte; sizes alone find what a kill leaves behind.
-        under: only the files in this folder of it.
+        verify: compare hashes, which reads all files; sizes alone detect an interrupted write.
+        under: only the files in this subfolder.
     """
     version, files = _listed(folder)
     digest_of = in_one if version == 1 else in_pieces
@@ -49,13 +49,13 @@ def check(folder: Path, verify: bool, under: str = "") -> None:
             try:
                 _check_size(path, size)
                 if verify and digest_of(path) != digest:
-                    raise Damaged(f"{path} has the right size but not the bytes that were written")
+                    raise DamagedCheckpoint(f"{path} has the right size, but not the content that was written")
             except OSError as error:
-                raise Damaged(f"{path} cannot be read: {error.strerror}") from error
+                raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from error
 
 
 def in_pieces(path: Path) -> str:
-    """The SHA-256 of the SHA-256s of a file's pieces of 64 MiB; several are read at once."""
+    """SHA-256 of the SHA-256 digests of pieces of 64 MiB, read in parallel."""
     starts = range(0, max(path.stat().st_size, 1), PIECE)
     if len(starts) == 1:
         return hashlib.sha256(_piece(path, 0)).hexdigest()
@@ -64,7 +64,7 @@ def in_pieces(path: Path) -> str:
 
 
 def in_one(path: Path) -> str:
-    """The SHA-256 of a file, as version 1 has it."""
+    """SHA-256 of a file, for version 1."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -82,16 +82,18 @@ def _piece(path: Path, start: int) -> bytes:
 
 def _check_size(path: Path, size: int) -> None:
     if not path.is_file():
-        raise Damaged(f"{path} is missing, though {NAME} lists it")
+        raise DamagedCheckpoint(f"{path} is missing, though {NAME} lists it")
     if path.stat().st_size != size:
-        raise Damaged(f"{path} has {path.stat().st_size} bytes, and {size} were written")
+        raise DamagedCheckpoint(f"{path} has {path.stat().st_size} bytes, and {size} were written")
 
 
 def _listed(folder: Path) -> tuple[int, dict[str, tuple[int, str]]]:
-    """The manifest's version, and size and hash of each file."""
+    """Version of the manifest, and size and hash of each file."""
     path = folder / NAME
     if not path.is_file():
-        raise Damaged(f"{path} is missing: writing this checkpoint was never finished, or it is not a checkpoint")
+        raise DamagedCheckpoint(
+            f"{path} is missing: writing this checkpoint was never finished, or it is not a checkpoint"
+        )
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         version = manifest["version"]
@@ -99,12 +101,12 @@ def _listed(folder: Path) -> tuple[int, dict[str, tuple[int, str]]]:
             files = {_inside(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
             return int(version), files
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    raise Damaged(f"{path} has version {version!r}, and this Arbor reads versions 1 and {VERSION}")
+        raise DamagedCheckpoint(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    raise DamagedCheckpoint(f"{path} has version {version!r}, and this Arbor reads versions 1 and {VERSION}")
 
 
 def _inside(name: str) -> str:
-    """The same name, unless it leads out of the folder."""
+    """The name; ValueError if it leads out of the folder."""
     if name.startswith("/") or ".." in name.split("/"):
         raise ValueError(f"{name!r} is not a file of the checkpoint")
     return name

@@ -72,9 +72,9 @@ def run_tools(arguments: Sequence[str]) -> list[tuple[str, AnyTool]]:
     paths, settings = split_settings(arguments)
     file = one_path(paths, "file")
     agent = [] if file is not None or any(text.startswith("agent") for text in settings) else ["agent=tool"]
-    workshop = Workshop(load(Path(file) if file is not None else None, [*agent, *settings]), {}, connect=True)
+    workshop = RunPartFactory(load(Path(file) if file is not None else None, [*agent, *settings]), {}, connect=True)
     try:
-        workshop.tools(workshop.seats())
+        workshop.tools()
         return [(entry.origin, tool) for entry, some in workshop.open_tools.opened.values() for tool in some]
     finally:
         workshop.open_tools.stop()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from arborl.config.run import as_name
+from arborl.config.run_config import folder_name
 from arborl.errors import ConfigError
 from arborl.tune.space import Domain, Params, get_search_space, read_space
 from arborl.tune.study import search

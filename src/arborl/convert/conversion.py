@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from arborl.config.algorithm import AlgorithmConfig, reads_of
-from arborl.config.base import validate
-from arborl.config.run import RunConfig
+from arborl.config.algorithm_config import AlgorithmConfig, settings_read
+from arborl.config.config_base import validate
+from arborl.config.run_config import RunConfig
 from arborl.convert import agentfly
 from arborl.convert.draft import Draft, Rule
 from arborl.convert.reading.source_files import SourceKeys, collect

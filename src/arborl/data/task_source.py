@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from arborl.data.reading.train_splits import EVALUATION_SEED
 from arborl.errors import ConfigError
-from arborl.registry import short
+from arborl.registry import short_name
 from arborl.seeds import derive
 from arborl.types import Group, Metrics, Task
 

@@ -8,7 +8,7 @@ from typing import Any
 from arborl.engines.engine import Engine, TokenListener, Weights
 from arborl.engines.engine_requests import check_sampling, read_prompt
 from arborl.errors import EngineError
-from arborl.types import Completion, Finish, Metrics, Sampling
+from arborl.types import Completion, FinishReason, Metrics, Sampling
 
 
 class NoEngine(Engine):

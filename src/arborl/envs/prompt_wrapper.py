@@ -49,7 +49,7 @@ def wrap_with_prompt(
     Example:
         wrap_with_prompt(FrozenLake(), PromptConfig(observation="Turn {turn_idx}:\\n{observation}"), "You play.")
     """
-    if not prompt.says_something and not system:
+    if not prompt.is_set and not system:
         return env
     return PromptWrapper(env, prompt, system or "", limits or PromptLimits(32, 64))
 

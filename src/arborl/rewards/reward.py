@@ -179,7 +179,7 @@ class Rewards:
         by_turn = [weight for _, one, weight in self.rewards if getattr(one, "by_turn", False)]
         self.turn_weight = sum(by_turn)
         self.seconds = seconds
-        self.firsts = Firsts(log)
+        self.firsts = FirstFailureLogger(log)
         self.busy_time = BusyTime()
         self.stuck_before = left_behind.stuck()
         """Calls of other components of this process that hung before."""
@@ -214,14 +214,14 @@ class Rewards:
 
     async def _score_group(self, group: Group) -> None:
         if self.inline:
-            for episode in group.survivors:
+            for episode in group.valid_episodes:
                 await self.judge(episode)
         else:
             await asyncio.gather(*(self.judge(episode) for episode in group.survivors))
         for name, one, weight in self.called:
             if _is_group_reward(one):
                 with self.busy_time:
-                    await self._compare(name, one, weight, group.survivors)
+                    await self._compare(name, one, weight, group.valid_episodes)
         for name, whole, weight in self.combined:
             await asyncio.gather(*(self._combine(name, whole, weight, episode) for episode in group.survivors))
         has_judge = any(weight != 0 and not getattr(one, "by_turn", False) for _, one, weight in self.rewards)
@@ -230,7 +230,7 @@ class Rewards:
                 episode.metrics[f"reward/{name}"] = _pop_sum(name, episode.rewards)
             if has_judge or episode.metrics.get("judged", 1.0):
                 episode.metrics.setdefault("success", float(episode.reward >= 1))
-        scored(group.episodes)
+        end_scored_spans(group.episodes)
 
     async def _compare(self, name: str, one: Any, weight: float, episodes: Sequence[Episode]) -> None:
         """Let a reward compare the episodes of a group. If it raises, all of them fail."""

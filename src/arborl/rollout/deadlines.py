@@ -72,7 +72,7 @@ async def call_without_deadline(where: str, function: Callable[..., Any], *args:
     try:
         value = function(*args, **more)
         return await value if isawaitable(value) else value
-    except (EpisodeError, EpisodeOver, KeyboardInterrupt):
+    except (EpisodeError, EpisodeLimitReached, KeyboardInterrupt):
         raise
     except asyncio.CancelledError as error:
         task = asyncio.current_task()

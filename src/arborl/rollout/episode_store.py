@@ -19,19 +19,19 @@ from typing import Any, Protocol
 import numpy as np
 import pydantic_core
 
-from arborl.errors import ConfigError, writing
+from arborl.errors import ConfigError, disk_errors
 from arborl.tokens import Tokens
 from arborl.track.folder_files import entries_of, parse_json, read_lines
 from arborl.types import (
     Call,
     Completion,
-    Drawn,
     Episode,
     Failure,
-    Finish,
+    FinishReason,
     Group,
     Message,
-    Stop,
+    SamplingDistribution,
+    StopReason,
     Task,
     ToolCall,
     Turn,
@@ -140,7 +140,7 @@ def episode_from_json(row: Mapping[str, Any]) -> Episode:
         opening=tuple(_message_from(message) for message in row["opening"]),
         turns=[_turn_from(turn) for turn in row["turns"]],
         calls=_calls_from(row["calls"]),
-        stop=Stop(row["stop"]),
+        stop=StopReason(row["stop"]),
         rewards=row["rewards"],
         metrics=row["metrics"],
         failure=Failure(**row["failure"]) if row["failure"] else None,
@@ -204,7 +204,7 @@ def _calls_from(rows: Sequence[Mapping[str, Any]]) -> list[Call]:
         completion = Completion(
             tokens=tuple(row["tokens"]),
             logprobs=tuple(row["logprobs"]),
-            finish=Finish(row["finish"]),
+            finish=FinishReason(row["finish"]),
             version=row["version"],
             seconds=row["seconds"],
             versions=tuple(row.get("versions", ())),

@@ -81,11 +81,11 @@ class OfflineEpisodes:
             ids = self.completion_ids(prompt, messages, message, task)
             room = self.max_context - len(prompt.tokens)
             if room < 1:
-                episode.stop = Stop.CONTEXT_FULL
+                episode.stop = StopReason.CONTEXT_FULL
                 break
             cut = tuple(ids[:room])
-            finish = Finish.STOP if len(cut) == len(ids) else Finish.LENGTH
-            completion = Completion(cut, (math.nan,) * len(cut), finish, GIVEN)
+            finish = FinishReason.STOP if len(cut) == len(ids) else FinishReason.LENGTH
+            completion = Completion(cut, (math.nan,) * len(cut), finish, NOT_SAMPLED)
             reply = self.renderer.read(completion)
             pairs = zip(message.tool_calls, reply.tool_calls, strict=False)
             tool_calls |= {old.id: (new.id, new.name) for old, new in pairs}
@@ -95,8 +95,8 @@ class OfflineEpisodes:
             episode.turns.append(Turn(reply, tuple(observation)))
             conversations.sampled(prompt, completion, said=reply)
             messages.append(reply)
-            if finish is Finish.LENGTH:
-                episode.stop = Stop.CONTEXT_FULL
+            if finish is FinishReason.LENGTH:
+                episode.stop = StopReason.CONTEXT_FULL
                 break
         return episode
 

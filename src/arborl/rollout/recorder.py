@@ -32,16 +32,16 @@ from arborl.rollout.env_processes import ProcessEnv
 from arborl.seeds import derive
 from arborl.spans import span
 from arborl.types import (
-    GIVEN,
+    NOT_SAMPLED,
     Call,
     Completion,
-    Drawn,
     Episode,
-    Finish,
+    FinishReason,
     Message,
     Metrics,
     Sampling,
-    Stop,
+    SamplingDistribution,
+    StopReason,
     Task,
     ToolSpec,
     Turn,
@@ -265,8 +265,8 @@ class Recorder:
         """From an engine that takes messages. The log-probabilities are unknown (NaN)."""
         reply, finish = await call_without_deadline(ENGINE, chat, messages, tools, sampling, session=self.episode.id)
         ids = self.renderer.encode(self.renderer.said(reply.content))
-        tokens = (*ids, *(self.renderer.stop[:1] if finish is Finish.STOP else ()))
-        return Completion(tokens, (math.nan,) * len(tokens), finish, GIVEN), reply
+        tokens = (*ids, *(self.renderer.stop[:1] if finish is FinishReason.STOP else ()))
+        return Completion(tokens, (math.nan,) * len(tokens), finish, NOT_SAMPLED), reply
 
     def _record(self, prompt: Prompt, call: Call, position: CallPosition, written: tuple[str, str]) -> None:
         self._check_open()
@@ -345,7 +345,7 @@ class RecordedEnv(PassingEnv):
         episode.turns.append(Turn(action, observation.messages, float(step.reward), self.key, dict(step.info)))
         self.key = observation.state_key
         if step.over:
-            episode.stop = Stop.DONE if step.terminated else Stop.TRUNCATED
+            episode.stop = StopReason.DONE if step.terminated else StopReason.TRUNCATED
         elif len(episode.turns) >= self.limits.max_turns:
             raise MaxTurns(f"{self.limits.max_turns} turns are used up")
         return step

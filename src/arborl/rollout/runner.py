@@ -321,8 +321,8 @@ class Rollout:
             try:
                 with closing(model):
                     await agent.run(task, env, model)
-            except EpisodeOver as over:
-                episode.stop = Stop(over.stop)
+            except EpisodeLimitReached as over:
+                episode.stop = StopReason(over.stop)
             except BaseException:
                 with suppress(EpisodeError):  # the first failure is the one to report
                     await env.close()

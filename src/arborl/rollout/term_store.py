@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arborl.errors import writing
+from arborl.errors import disk_errors
 from arborl.track.folder_files import Unreadable, read_arrays
 
 Columns = dict[str, NDArray[Any]]

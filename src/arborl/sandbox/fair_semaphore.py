@@ -9,7 +9,7 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from arborl.errors import queued
+from arborl.errors import paused_deadlines
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,12 @@ from typing import Any
 from arborl.chat.renderer import Renderer
 from arborl.engines.engine import Engine
 from arborl.envs.env import Env, Observation, Step
-from arborl.errors import EpisodeError, EpisodeOver, boundary
+from arborl.errors import EpisodeError, EpisodeLimitReached, boundary
 from arborl.rollout.recorder import Limits, RecordedEnv, Recorder
 from arborl.rollout.runner import Cast
 from arborl.serve.model_backend import RequestError, ServiceUnavailable
 from arborl.spans import span
-from arborl.types import Call, Episode, Message, Sampling, Stop, Task, ToolSpec
+from arborl.types import Call, Episode, Message, Sampling, StopReason, Task, ToolSpec
 
 USER_SECONDS = 7 * 24 * 3600.0
 """Time limit of a user's reply; idle sessions are closed earlier."""

@@ -11,10 +11,10 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from arborl.config.parts import Part
-from arborl.config.track import TrackConfig
+from arborl.config.part_config import PartConfig
+from arborl.config.training_config import TrackConfig
 from arborl.errors import ConfigError, did_you_mean
-from arborl.registry import Registry, short, unique
+from arborl.registry import Registry, short_name, unique_name
 from arborl.track.mlflow_run import MlflowTracker
 from arborl.track.tracker import Tracker
 from arborl.track.wandb_run import WandbTracker, mode_of

@@ -24,7 +24,7 @@ import numpy as np
 import yaml  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
-from arborl.config.bounds import MAX_CHARS, PARSERS, check_yaml
+from arborl.config.load_config import MAX_CHARS, PARSERS, check_yaml
 from arborl.errors import ConfigError
 
 MAX_JSON = 16 * 2**20

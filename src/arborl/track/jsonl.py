@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from arborl.errors import writing
+from arborl.errors import disk_errors
 from arborl.track.folder_files import read_lines
 from arborl.types import Metrics
 
@@ -27,7 +27,7 @@ class JsonlTracker:
 
     def __init__(self, path: Path, done: int | None = None):
         self.path, self.latest = path, dict[str, Any]()
-        with writing(path):
+        with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
                 rows = [row for row in read_metrics(path) if done is not None and row["step"] <= done]
@@ -36,7 +36,7 @@ class JsonlTracker:
             self.file = path.open("a", encoding="utf-8")
 
     def log(self, metrics: Metrics, step: int) -> None:
-        with writing(self.path):
+        with disk_errors(self.path):
             if self.latest.get("step") == step:
                 self.latest |= metrics
                 earlier = [row for row in read_metrics(self.path) if row["step"] != step]

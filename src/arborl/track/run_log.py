@@ -116,14 +116,14 @@ class RunLog:
     """
 
     def __init__(self, path: Path, config: Any = None):
-        self.path, self.veil = path, Veil(config)
+        self.path, self.veil = path, SecretRedactor(config)
         self.level = logging.DEBUG if debugging() or OURS.getEffectiveLevel() <= logging.DEBUG else logging.INFO
         self.formatter = logging.Formatter(FORMAT, "%Y-%m-%dT%H:%M:%S")
         self.formatter.converter = time.gmtime
         self.lock = threading.Lock()
 
     def __enter__(self) -> Self:
-        with writing(self.path):
+        with disk_errors(self.path):
             self.file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
         _split.add(self)
         self.say(_versions())

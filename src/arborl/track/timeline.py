@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from arborl import spans
-from arborl.errors import writing
+from arborl.errors import disk_errors
 
 ALWAYS = ("steps", "learner")
 """Kinds of work that are recorded for all steps."""
@@ -48,16 +48,16 @@ class Timeline:
         self.lock = threading.Lock()
 
     def __enter__(self) -> Self:
-        with writing(self.path):
+        with disk_errors(self.path):
             self._open()
-        spans.draw(self)
+        spans.set_timeline(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        spans.draw(None)
-        with writing(self.path), self.path.open("ab") as file:
+        spans.set_timeline(None)
+        with disk_errors(self.path), self.path.open("ab") as file:
             self._write()
             file.write(END)
 

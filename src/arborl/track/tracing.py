@@ -28,12 +28,12 @@ def traced(run: str) -> Iterator[None]:
     if tracer is None:
         yield
         return
-    spans.listen(tracer)
+    spans.set_tracer(tracer)
     try:
         with spans.span("arborl.run", inside_arborl__run=run):
             yield
     finally:
-        spans.listen(None)
+        spans.set_tracer(None)
         if own is not None:
             end = threading.Thread(target=own.shutdown, daemon=True)  # does not wait for a server that hangs
             end.start()

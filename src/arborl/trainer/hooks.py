@@ -41,7 +41,7 @@ class WriteEpisodes:
 
     def __init__(self, folder: Path):
         self.store = EpisodeStore(folder)
-        self.background = checkpoint.Background("an episode file")
+        self.background = checkpoint.BackgroundWriter("an episode file")
         self.latest: Future[Any] | None = None
 
     async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:

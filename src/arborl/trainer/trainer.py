@@ -24,7 +24,7 @@ from arborl.rollout.pipeline import Pipeline
 from arborl.rollout.runner import Rollout
 from arborl.rollout.token_trees import downsample_branches
 from arborl.seeds import derive
-from arborl.spans import settle, span
+from arborl.spans import end_open_spans, span
 from arborl.track.tracker import Tracker
 from arborl.trainer.learner_thread import LearnerThread
 from arborl.trainer.step_metrics import SKIPPED_COUNTERS, batch_metrics, episode_metrics
@@ -139,7 +139,7 @@ class Trainer:
             while self.step < self.num_steps:
                 with span("arborl.step", inside_arborl__step=self.step + 1):
                     await self.train_step()
-                settle()
+                end_open_spans()
         finally:
             await self.pipeline.close()
             self._resume_engine()
@@ -297,7 +297,7 @@ class Trainer:
             self.pipeline.load_state(state.get("pipeline", {}), self.step)
             self.failure_monitor.failures.load_state(state.get("failures", []))
         except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-            raise Damaged(
+            raise DamagedCheckpoint(
                 f"the checkpoint's state.json is not the state of such a run: {type(error).__name__}: {error}"
             ) from error
 

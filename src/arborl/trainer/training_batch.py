@@ -13,7 +13,7 @@ from arborl.errors import EpisodeError
 from arborl.learner.core.learner import Learner
 from arborl.learner.distributed.learner_group import LearnerGroup
 from arborl.rollout.tree import plant
-from arborl.types import GIVEN, Forest, Group, Terms
+from arborl.types import NOT_SAMPLED, Forest, Group, Terms
 
 log = logging.getLogger(__name__)
 

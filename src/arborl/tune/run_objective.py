@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from arborl.api.resume import flat
-from arborl.build import check, count_steps
-from arborl.config.base import Config, paths, plain
-from arborl.config.load import load, write_setting
-from arborl.config.run import RunConfig
-from arborl.config.secrets import masked
+from arborl.config.config_base import Config, setting_paths, to_plain
+from arborl.config.load_config import format_override, load
+from arborl.config.run_config import RunConfig
+from arborl.config.secrets import mask_secrets
 from arborl.errors import ConfigError, RunStopped, did_you_mean
 from arborl.models.find import resolve
 from arborl.tune.space import KEYS, Params, Space
@@ -189,7 +187,7 @@ def _check_names(space: Space) -> None:
 def known_metric(config: RunConfig, name: str) -> str:
     """The metric's name in a run's summary; an error if such a run does not have it."""
     short = name.removeprefix("eval/").removeprefix("evaluation/")
-    if config.data.given:
+    if config.data.offline:
         known = ["loss", "perplexity", "accuracy", "margin"]
     else:
         sources = [f"/{source}" for source in config.data.sources] if len(config.data.sources) > 1 else []

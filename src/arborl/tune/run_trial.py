@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TextIO
 
-from arborl.config.base import validate
-from arborl.config.run import RunConfig
+from arborl.config.config_base import validate
+from arborl.config.run_config import RunConfig
 from arborl.errors import RunStopped
 from arborl.tune.run_objective import episodes_per_step
 from arborl.tune.trial import one_line_error

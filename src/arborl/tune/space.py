@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from arborl.config.load import read_value
+from arborl.config.load_config import parse_value
 from arborl.errors import ConfigError, did_you_mean
 
 Value = str | int | float | bool | None
@@ -123,8 +123,8 @@ def _from_text(name: str, values: str) -> Domain:
         if kind not in KINDS:
             known = ", ".join(f"{word}:LOW:HIGH" for word in ("log", "uniform", "int"))
             raise ConfigError(f"{name}: {kind!r} is no kind of range.{did_you_mean(kind, KINDS)} Known: {known}.")
-        return _range(name, {"type": KINDS[kind], "low": read_value(low), "high": read_value(high)})
-    choices = read_value(f"[{values}]")
+        return _range(name, {"type": KINDS[kind], "low": parse_value(low), "high": parse_value(high)})
+    choices = parse_value(f"[{values}]")
     if len(choices) == 1:
         raise ConfigError(
             f"{name}: {values} is a single value. Write several, {name}=A,B,C, or a range, "

@@ -55,7 +55,7 @@ def open_study_folder(plan: StudyPlan, about: Mapping[str, Any]) -> None:
     space = {name: domain.as_dict() for name, domain in plan.space.items()}
     wanted = {"direction": plan.direction, **about, "space": space}
     path = plan.folder / SPACE
-    with writing(plan.folder):
+    with disk_errors(plan.folder):
         plan.folder.mkdir(parents=True, exist_ok=True)
     if not path.exists() and (inside := sorted(found.name for found in plan.folder.iterdir() if found.name != LOCK)):
         some = ", ".join(inside[:3]) + (f" and {len(inside) - 3} more" if len(inside) > 3 else "")

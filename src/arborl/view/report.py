@@ -89,7 +89,7 @@ def _section(title: str, make: Callable[[], str]) -> str:
     """One section of the page. A section that fails is replaced by the error."""
     try:
         return make()
-    except CannotWrite:
+    except DiskWriteError:
         raise
     except Exception as error:
         why = f"{title}: {type(error).__name__}: {error}"[:400]

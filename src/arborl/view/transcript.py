@@ -32,7 +32,7 @@ def transcript(episode: Episode, label: str, decode: Decode | None = None, opene
     for unused in calls.values():  # the episode ended before the environment got it
         parts.append(_model_turn(Message("assistant"), unused, decode, 0.0))
     if episode.failure:
-        trace = trimmed(episode.failure.traceback)
+        trace = trim_traceback(episode.failure.traceback)
         parts.append(f'<p class="failure">{escape(str(episode.failure))}</p>')
         parts += [f'<pre class="trace">{escape(trace)}</pre>'] if trace else []
     return (

@@ -12,8 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from arborl.config.base import Config, validate
-from arborl.config.load import read_tree
+from arborl.config.config_base import Config, validate
+from arborl.config.load_config import load_yaml
 from arborl.config.secrets import is_secret
 from arborl.errors import ConfigError
 
@@ -233,7 +233,7 @@ def read_cluster_spec(file: Path) -> ClusterSpec:
         read_spec(Path("cluster.yaml")).hosts
     """
     try:
-        return validate(ClusterSpec, read_tree(file))
+        return validate(ClusterSpec, load_yaml(file))
     except ConfigError as error:
         lines = [line if line.startswith(str(file)) else f"{file}: {line}" for line in str(error).splitlines()]
         raise ConfigError("\n".join(lines)) from error

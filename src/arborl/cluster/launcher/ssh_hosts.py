@@ -55,7 +55,7 @@ class SshHosts:
 
     def __init__(self, spec: ClusterSpec, secrets: Mapping[str, str] | None = None):
         self.spec, self.open = spec, set[subprocess.Popen[str]]()
-        self.veil = Veil({name: {"secret": value} for name, value in (secrets or {}).items()})
+        self.veil = SecretRedactor({name: {"secret": value} for name, value in (secrets or {}).items()})
         if spec.ssh.key is not None and not spec.ssh.key.expanduser().is_file():
             raise ConfigError(f"ssh.key={spec.ssh.key}: no such file. Write the path of the private key.")
 

@@ -249,7 +249,7 @@ def correction(draft: Draft) -> None:
         draft.set(
             f"{at}is_weight.weight_type",
             weight,
-            "algorithm.guard.level",
+            "algorithm.importance_weights.level",
             "token" if weight == "token" else "sequence",
             why,
         )
@@ -261,11 +261,11 @@ def correction(draft: Draft) -> None:
     elif filters:
         first = filters[0]
         why = "" if len(filters) == 1 and not first.get("diff_enabled") else "the first filter's ratios alone"
-        draft.set(f"{at}filters", filters, "algorithm.guard.kind", "mis", why)
-        draft.settings["algorithm.guard.low"] = float(first.get("ratio_low", 0.8))
-        draft.settings["algorithm.guard.high"] = float(first.get("ratio_high", 1.2))
+        draft.set(f"{at}filters", filters, "algorithm.importance_weights.kind", "mis", why)
+        draft.settings["algorithm.importance_weights.low"] = float(first.get("ratio_low", 0.8))
+        draft.settings["algorithm.importance_weights.high"] = float(first.get("ratio_high", 1.2))
         if first.get("agg_type", "token") != "token":
-            draft.settings["algorithm.guard.level"] = "sequence"
+            draft.settings["algorithm.importance_weights.level"] = "sequence"
     for key in draft.below(at):
         if f"{at}{key}" not in draft.accounted():
             draft.skip(f"{at}{key}", draft.source[f"{at}{key}"], "off, or as it is here")

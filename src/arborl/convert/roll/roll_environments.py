@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from arborl.config.prompt import HISTORY
+from arborl.config.part_config import HISTORY
 from arborl.convert.draft import Draft, names
 from arborl.convert.roll import roll_env_tags as env_tags
 from arborl.convert.roll.roll_env_tags import EnvTag

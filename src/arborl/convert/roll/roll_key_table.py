@@ -32,7 +32,7 @@ def tracker(draft: Draft, key: str, value: Any) -> None:
         if "project" in kwargs:
             draft.set("tracker_kwargs.project", kwargs["project"], "track.wandb.project", kwargs["project"])
     elif value not in ("tensorboard", "stdout", None):
-        why = "no such tracker here: metrics go to the console, metrics.jsonl and whatever track.also names"
+        why = "no such tracker here: metrics go to the console, metrics.jsonl and whatever track.trackers names"
         draft.drop(key, value, why)
 
 

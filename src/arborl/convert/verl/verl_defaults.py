@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from arborl.config.algorithm import AlgorithmConfig
-from arborl.config.run import RunConfig
+from arborl.config.algorithm_config import AlgorithmConfig
+from arborl.config.run_config import RunConfig
 from arborl.convert.draft import Draft
 
 A, R, M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."

@@ -187,13 +187,18 @@ def correction(draft: Draft, key: str, value: Any) -> None:
         draft.skip(key, value, "no importance weights")
         return
     high = number(draft, f"{at}.rollout_is_threshold", 2.0)
-    draft.set(key, value, "algorithm.guard.kind", "tis" if mode == "truncate" else "mis")
-    draft.set(key, value, "algorithm.guard.high", high)
+    draft.set(key, value, "algorithm.importance_weights.kind", "tis" if mode == "truncate" else "mis")
+    draft.set(key, value, "algorithm.importance_weights.high", high)
     if mode != "truncate":
-        draft.set(key, value, "algorithm.guard.low", number(draft, f"{at}.rollout_is_threshold_lower") or 1 / high)
+        draft.set(
+            key,
+            value,
+            "algorithm.importance_weights.low",
+            number(draft, f"{at}.rollout_is_threshold_lower") or 1 / high,
+        )
     if level in ("sequence", "geometric"):
         why = "the geometric mean of a sequence's ratios, there their product" if level == "sequence" else ""
-        draft.set(key, value, "algorithm.guard.level", "sequence", why)
+        draft.set(key, value, "algorithm.importance_weights.level", "sequence", why)
 
 
 def rejection(draft: Draft, key: str, value: Any) -> None:

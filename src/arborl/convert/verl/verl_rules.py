@@ -282,7 +282,7 @@ def loggers(draft: Draft, key: str, value: Any) -> None:
             draft.set(key, value, "track.mlflow.name", run)
     for other in trackers:
         if other not in ("console", "tensorboard", "wandb", "mlflow", "file"):
-            draft.drop(key, other, "no such tracker here; yours can be named as track.also=[package.module:Class]")
+            draft.drop(key, other, "no such tracker here; yours can be named as track.trackers=[package.module:Class]")
 
 
 def _bare(draft: Draft, key: str) -> str:

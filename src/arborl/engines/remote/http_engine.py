@@ -37,7 +37,7 @@ from arborl.engines.remote.replicas import Replica, ReplicaPool, ReplicaUnavaila
 from arborl.engines.remote.weight_files import WeightFiles
 from arborl.engines.remote.weight_sync import PROBE_PROMPT, WeightProbe, label_version, sampling_params, span_versions
 from arborl.errors import EngineError
-from arborl.types import Completion, Finish, Message, Metrics, Sampling, ToolSpec
+from arborl.types import Completion, FinishReason, Message, Metrics, Sampling, ToolSpec
 
 log = logging.getLogger(__name__)
 

@@ -58,7 +58,7 @@ class WeightFiles:
                 tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in base_weights(weights).items()}
                 save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         except Exception as error:
-            if (reason := disk_refusal(error)) is None:
+            if (reason := disk_error_reason(error)) is None:
                 raise
             raise EngineError(f"weights for the servers cannot be written to {folder}: {reason}") from error
         self.folder = folder

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from arborl.config.run import LearnerConfig
+from arborl.config.run_config import LearnerConfig
 
 GIB = 2**30
 OFFLOAD_CHUNK = 2**28
@@ -208,7 +208,7 @@ class MemoryPlanner:
     def forecast(self, tokens: int, recompute: bool, kv_tokens: int, lent: bool = False) -> MemoryForecast:
         """The forecast for these settings."""
         sizes, master, offload = self.sizes, self.config.master == "float32", self.config.offload
-        models = 2 if self.needs.value and self.config.own_critic else 1
+        models = 2 if self.needs.value and self.config.has_separate_critic else 1
         longest = max(tokens, self.context)
         optimizer = models * sizes.optimizer(master)
         activations = models * sizes.activations(longest, recompute, self.uses_fused_layers, self.cuda)

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from transformers import PreTrainedModel
 
-from arborl.config.run import RunConfig
+from arborl.config.run_config import RunConfig
 from arborl.engines.cache import default_kv_tokens, host_memory, token_bytes
 from arborl.learner.core.memory_forecast import (
     GIB,
@@ -77,7 +77,7 @@ def plan_memory(model: PreTrainedModel, config: RunConfig, needs: ModelNeeds) ->
         logit_rows=max_logit_rows(model.device, sizes.vocabulary, uses_fused_layers(sizes, learner, cuda)),
         cuda=cuda,
         truncates=drawn.top_k > 0 or drawn.top_p < 1 or drawn.min_p > 0,
-        lends=cuda and bool(kv_token) and engine.lends,
+        lends=cuda and bool(kv_token) and engine.sleep_mode,
     )  # fmt: skip
     if cuda:
         plan = planner.plan()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from arborl.config.training import LearnerConfig
+from arborl.config.training_config import LearnerConfig
 from arborl.errors import RunStopped
 from arborl.learner.core.optimizer import Optimizer, default_lr, lr_factor
 from arborl.models.scalar import Scorer

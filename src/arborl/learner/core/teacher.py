@@ -21,7 +21,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from arborl.chat.tokenizer import FileTokenizer
-from arborl.config.run import RunConfig
+from arborl.config.run_config import RunConfig
 from arborl.errors import ConfigError
 from arborl.models.model_files import check_supported, read_model_config, resolve, stored_dtype
 from arborl.models.model_loading import load_model

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parameters_to_vector
 from transformers import PreTrainedModel
 
-from arborl.config.algorithm_parts import TrustRegionConfig
+from arborl.config.algorithm_config import TrustRegionConfig
 from arborl.errors import ConfigError
 from arborl.learner.attention.path_selection import DENSE
 from arborl.learner.core.packing import MicroBatch

@@ -39,7 +39,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from arborl.config.training import LearnerConfig
+from arborl.config.training_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.attention.path_selection import PathSelector
 from arborl.learner.core.optimizer import LOW_PRECISION, MasterWeights, Optimizer, parameter_groups

@@ -69,7 +69,7 @@ class CallPolicy:
     async def _attempt(self, tool: AnyTool, arguments: Mapping[str, Any], context: ToolContext | None) -> ToolResult:
         if self.limit is not None:
             try:
-                with queued():
+                with paused_deadlines():
                     await self.limit.acquire()
             except ArborError as error:  # the limit's server does not answer, or the limit has other numbers
                 return ToolResult(f"{tool.name}: {error}", False, "unavailable")

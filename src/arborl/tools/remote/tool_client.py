@@ -165,7 +165,7 @@ class ToolClient:
         finished = False
         try:
             if self.limit is not None:
-                with queued():
+                with paused_deadlines():
                     await self.limit.acquire()
             async with asyncio.timeout(self.attempt_seconds):
                 reply = await state.connections.request(method, path, body)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from arborl.errors import ConfigError, writing
+from arborl.errors import ConfigError, disk_errors
 from arborl.seeds import derive
 from arborl.tune.backends import OnTrialEnd, missing_package
 from arborl.tune.space import ChoiceDomain, Domain, Params

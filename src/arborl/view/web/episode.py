@@ -135,10 +135,10 @@ def _sampled(call: Call, number: int, decode: Decode | None, terms: Columns | No
         "logprob": [None] * count if given else list(completion.logprobs),
         "version": list(completion.versions) or [completion.version] * count,
     }
-    if call.rivals:
+    if call.top_logprobs:
         columns["against"] = [
             [{"text": pieces([token], decode)[0], "logprob": logprob} for token, logprob in others]
-            for others in call.rivals
+            for others in call.top_logprobs
         ]
     if terms is None:
         return columns

@@ -8,7 +8,7 @@ import { link, note } from "./place.js";
 
 const FIRST = [
   "reward/mean", "episode/success", "evaluation/success", "policy/loss", "policy/entropy", "learner/grad_norm",
-  "policy/rollout_gap", "policy/clipped", "group/flat", "episode/sampled", "batch/lag_mean", "time/step",
+  "policy/logprob_diff", "policy/clipped", "group/zero_variance", "episode/sampled", "batch/lag_mean", "time/step",
 ];
 const FIGURES = new Set(["step", "reward", "held out", "seed", "failures", "changed"]);
 const MOST = COLOURS.length;

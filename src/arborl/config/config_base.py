@@ -1,0 +1,234 @@
+"""Base class of all configuration sections, and readable messages for validation errors."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from arborl.config.secrets import mask_secrets
+from arborl.errors import ConfigError, did_you_mean
+
+
+class Config(BaseModel):
+    """One section of settings: frozen; an unknown key is an error."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        use_attribute_docstrings=True,
+        coerce_numbers_to_str=True,
+    )
+
+    shorthand: ClassVar[str] = ""
+    """Key that a bare string sets: `env: frozen_lake` means `env: {name: frozen_lake}`. Empty for none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, data: Any) -> Any:
+        return expand_shorthand(cls, data)
+
+
+def _stop_strings(value: Any) -> Any:
+    texts = (value,) if isinstance(value, str) else value
+    if isinstance(texts, list | tuple) and "" in texts:
+        raise ValueError("an empty stop string ends every completion at once. Leave it out.")
+    return texts
+
+
+StopStrings = Annotated[tuple[str, ...], BeforeValidator(_stop_strings)]
+"""Strings that end a completion: one, or a list."""
+
+C = TypeVar("C", bound=Config)
+Loc = tuple[int | str, ...]
+
+
+def expand_shorthand(model: type[Config], data: Any) -> Any:
+    """The section that a bare string is short for; other values unchanged."""
+    if model.shorthand and isinstance(data, str | os.PathLike):
+        return {model.shorthand: os.fspath(data)}
+    return data
+
+
+def section_model(model: type[Config], key: str) -> type[Config] | None:
+    """The class of the section `key` of `model`; None if `key` is not a section."""
+    field = model.model_fields.get(key)
+    annotation = field.annotation if field else None
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Config) else None
+
+
+def item_model(model: type[Config], key: str) -> type[Config] | None:
+    """The class of the items if `key` of `model` is a list of sections, or of an optional section."""
+    field = model.model_fields.get(key)
+    args = get_args(field.annotation) if field else ()
+    return next((arg for arg in args if isinstance(arg, type) and issubclass(arg, Config)), None)
+
+
+def setting_paths(model: type[Config], prefix: str = "") -> Iterator[str]:
+    """All keys of the tree as dotted paths: `learner`, `learner.lr`, …"""
+    for key in model.model_fields:
+        yield prefix + key
+        if inner := section_model(model, key):
+            yield from setting_paths(inner, f"{prefix}{key}.")
+
+
+def validate(model: type[C], data: Any) -> C:
+    """Validate `data` as a `model`. Raises `ConfigError` with one line per mistake."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(explain(error, model)) from error
+
+
+# ------------------------------------------------------------------------------------------------ error messages
+
+
+def explain(error: ValidationError, model: type[Config]) -> str:
+    """One line per mistake: `path: what is wrong, and what to write instead`.
+
+    Example:
+        lr: unknown key. Did you mean 'learner.lr'?
+        trainer.steps: must be a whole number >= 1, given 0.
+    """
+    lines = []
+    for found in error.errors():
+        path, message = ".".join(map(str, found["loc"])), _message(found, model)
+        lines.append(f"{path}: {message}" if path else message)
+    return "\n".join(lines)
+
+
+def suggest_key(key: str, model: type[Config], above: Loc = ()) -> str:
+    """` Did you mean …?` for an unknown `key` in the section `above`: the same key elsewhere, or a similar one."""
+    all_paths = list(setting_paths(model))
+    section = _model_at(model, above)
+    keys = list(section.model_fields) if section else []
+    prefix = "".join(f"{part}." for part in above)
+    same = [path for path in all_paths if path.rpartition(".")[2] == key]
+    if 1 <= len(same) <= 3:
+        return f" Did you mean {' or '.join(map(repr, same))}?"
+    if near := difflib.get_close_matches(key, keys, n=1, cutoff=0.6):
+        return f" Did you mean {prefix + near[0]!r}?"
+    leaves = {path.rpartition(".")[2]: path for path in reversed(all_paths)}
+    if near := difflib.get_close_matches(key, leaves, n=1, cutoff=0.7):
+        return f" Did you mean {leaves[near[0]]!r}?"
+    return f" Known here: {', '.join(keys)}." if keys else ""
+
+
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "path": "a path",
+    "tuple": "a list",
+    "dict": "a section of keys and values",
+    "model": "a section of keys and values",
+}
+
+
+def _message(error: Any, model: type[Config]) -> str:
+    """What is wrong with one setting, from pydantic's description of the error."""
+    loc, value, kind = error["loc"], error["input"], error["type"].partition("_")[0]
+    match error["type"]:
+        case "extra_forbidden":
+            return f"unknown key.{suggest_key(str(loc[-1]), model, loc[:-1])}"
+        case "missing":
+            return "is missing."
+        case "too_long":
+            return f"must have {error['ctx']['max_length']} items, given {_short(value)}."
+        case "value_error":
+            return str(error["ctx"]["error"])
+        case "literal_error":
+            choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
+            return f"must be one of {', '.join(choices)}; given {_short(value)}.{did_you_mean(str(value), choices)}"
+    if kind in ("int", "float", "greater", "less"):
+        field = _field_at(model, loc)
+        whole = kind == "int" or (field is not None and int in (field.annotation, *get_args(field.annotation)))
+        return f"must be {_KINDS['int' if whole else 'float']}{_range(field)}, given {_short(value)}."
+    if kind == "tuple" and isinstance(value, str):
+        return f"must be a list, given {value!r}. Write {loc[-1]}=[{value}]."
+    what = f"must be {_KINDS[kind]}" if kind in _KINDS else error["msg"]
+    return f"{what}, given {_short(value)}."
+
+
+def _short(value: Any) -> str:
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _range(field: FieldInfo | None) -> str:
+    """` > 0 and < 1`, from the field's bounds."""
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    bounds = [
+        f"{sign} {getattr(rule, name):g}"
+        for rule in (field.metadata if field else ())
+        for name, sign in signs.items()
+        if hasattr(rule, name)
+    ]
+    return f" {' and '.join(bounds)}" if bounds else ""
+
+
+def _model_at(model: type[Config], loc: Loc) -> type[Config] | None:
+    here: type[Config] | None = model
+    for part in loc:
+        if isinstance(part, str) and here is not None:
+            here = section_model(here, part) or item_model(here, part)
+    return here
+
+
+def _field_at(model: type[Config], loc: Loc) -> FieldInfo | None:
+    """The field of the last key in `loc`; an index after it belongs to the same field."""
+    keys = [index for index, part in enumerate(loc) if isinstance(part, str)]
+    if not keys:
+        return None
+    above = _model_at(model, loc[: keys[-1]])
+    return above.model_fields.get(str(loc[keys[-1]])) if above else None
+
+
+# ------------------------------------------------------------------------------------------------ YAML
+
+
+def dump_yaml(config: Config) -> str:
+    """The whole tree with defaults as YAML; `load` reads it back to an equal `config`. Secrets are masked."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(mask_secrets(to_plain(config)))))
+
+
+def to_plain(config: Config) -> dict[str, Any]:
+    """The whole tree as values of JSON; `validate` restores an equal `config`."""
+    tree: dict[str, Any] = _plain(config.model_dump(), "")
+    return tree
+
+
+def _plain(value: Any, path: str) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item, f"{path}.{key}".lstrip(".")) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{path}.{index}") for index, item in enumerate(value)]
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ConfigError(
+        f"{path}: an object of type {type(value).__name__} cannot be written to a file. "
+        "Write a number, text, a list or a section."
+    )
+
+
+def _escaped(value: Any) -> Any:
+    """Escape `${`: in a resolved tree it is text, not a reference."""
+    if isinstance(value, dict):
+        return {key: _escaped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
+    return value

@@ -1,0 +1,152 @@
+"""Settings of the engine (local, vLLM or servers) and of the placement of parts on a Ray cluster."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from arborl.config.config_base import Config
+from arborl.config.part_config import NamedConfig
+
+ENGINE_NAMES = ("local", "vllm", "http", "scripted", "none")
+"""Engines of the library; custom engines may read any setting."""
+
+
+class EngineConfig(NamedConfig):
+    """The engine that samples completions."""
+
+    name: str = "local"
+    """`local` (in this process, shares the weights of the learner), `vllm` (vLLM in a separate process), `http`
+    (running servers) or `scripted` (fixed replies). With `data.offline` it is `none`. See docs/engines.md."""
+    max_requests: int = Field(0, ge=0)
+    """Maximum concurrent requests of `local` and `vllm`, and per server of `http`; others wait. 0: 1,024 for `local` on
+    a GPU, else 256."""
+    kv_tokens: int = Field(0, ge=0)
+    """Size of the KV cache of `local` and `vllm` in tokens. 0: 30 % of the free GPU memory, less if the learner needs
+    it; 10 % of the host memory on a CPU. If the cache is full, the newest request is preempted and resumed later with
+    the same tokens."""
+    sleep_mode: bool = False
+    """Release GPU memory while the learner updates: `vllm` releases weights and KV cache (its sleep mode), `local` its
+    KV cache if the run would not fit otherwise or would need gradient checkpointing."""
+    page_size: int = Field(0, ge=0)
+    """Tokens per block of the KV cache. 0: 64 on a GPU, a whole sequence on a CPU."""
+    update: Literal["continue", "finish", "restart"] = "continue"
+    """Completions in progress at a weight update, with `rollout.max_lag`: `continue` with the new weights (each token
+    keeps its policy version), `finish` with the old weights first, or `restart`. `vllm` and `http` always continue."""
+    replies: tuple[str, ...] = ()
+    """Replies of `scripted`, drawn at random. Default: the actions of the environment."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of `vllm` or of the servers of `http`; `auto` is `model.dtype`. If it is lower than the learner's,
+    write `algorithm.importance_weights=tis`."""
+    python: str | None = None
+    """Python interpreter of an environment with vLLM, for `vllm`."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Additional arguments of vLLM's `AsyncEngineArgs`: `{tensor_parallel_size: 2}`."""
+    urls: tuple[str, ...] = ()
+    """Servers of `http` with the same model: `[http://host:8000, …]`."""
+    model: str | None = None
+    """Model name on the servers of `http`. Default: the model that they serve."""
+    weights_dir: Path | None = None
+    """Folder in which `http` writes weights for its servers, with the same path on both. Default: the temporary
+    folder."""
+    seconds: float = Field(600.0, gt=0)
+    """Timeout of a request to a server of `http`, and of waiting if no server answers."""
+    chat: bool = False
+    """Use only `/v1/chat/completions` of the servers of `http`: evaluation of a model without its tokenizer."""
+    api_key_env: str | None = None
+    """Environment variable with the API key of the servers of `http`."""
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> EngineConfig:
+        read = {
+            "local": ("kv_tokens", "sleep_mode", "page_size", "update"),
+            "vllm": ("kv_tokens", "sleep_mode", "dtype", "python", "args"),
+            "http": ("dtype", "urls", "model", "weights_dir", "seconds", "chat", "api_key_env"),
+            "scripted": ("replies",),
+        }
+        for key in sorted({key for keys in read.values() for key in keys}):
+            default = type(self).model_fields[key].get_default(call_default_factory=True)
+            of = [name for name, keys in read.items() if key in keys]
+            if getattr(self, key) != default and self.name in ENGINE_NAMES and self.name not in of:
+                raise ValueError(f"{key} is for engine={' and engine='.join(of)}, not for engine={self.name}.")
+        if self.name == "http" and not self.urls:
+            raise ValueError("engine=http needs servers. Write engine.urls=[http://HOST:8000].")
+        for url in self.urls:
+            if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", url):
+                raise ValueError(f"urls: {url!r} is not an address. Write http://HOST:PORT.")
+        if len(set(self.urls)) != len(self.urls):
+            raise ValueError("urls: a server is named twice. Name each once.")
+        return self
+
+    def requests(self, device: str = "cpu") -> int:
+        """`max_requests`, with the default for this device type if it is 0."""
+        return self.max_requests or (1024 if self.name == "local" and device == "cuda" else 256)
+
+    def scripted(self) -> EngineConfig:
+        """The same settings with fixed replies as the engine."""
+        return EngineConfig(name="scripted", replies=self.replies)
+
+
+class DeviceMappingConfig(Config):
+    """GPUs by role, numbered over the cluster: those of the driver's node first, then the other nodes by address."""
+
+    engines: tuple[int, ...] = ()
+    """GPU of each engine; a GPU may be listed twice. Default, if the learner is on a GPU: the first GPUs that it does
+    not use."""
+
+    @model_validator(mode="after")
+    def _check_gpus(self) -> DeviceMappingConfig:
+        if any(number < 0 for number in self.engines):
+            raise ValueError(f"engines={list(self.engines)}: GPUs are counted from 0.")
+        return self
+
+
+class PlacementConfig(Config):
+    """Placement of the parts of a run; results do not depend on it. See docs/scale-out.md."""
+
+    shorthand: ClassVar[str] = "name"
+
+    name: Literal["local", "ray"] = "local"
+    """`local`: in this process. `ray`: on a Ray cluster (needs the extra `ray`), with the counts below; the trainer and
+    rank 0 of the learner stay in this process, its other ranks (`learner.ranks`) run on the cluster."""
+    address: str | None = None
+    """Cluster to join, `HOST:6379`. Default: `RAY_ADDRESS`, else a cluster that is started on this machine for the
+    run."""
+    engines: int = Field(0, ge=0)
+    """Number of replicas of `engine=local`, one process each. An episode stays on one replica; new episodes go to the
+    least loaded. 0: the engine runs in this process."""
+    cpus_per_engine: int = Field(1, ge=1)
+    """CPU cores per engine, and its threads unless `threads` is set."""
+    env_workers: int = Field(0, ge=0)
+    """Number of processes for environments. 0: as `rollout.workers`, on this machine."""
+    reward_workers: int = Field(0, ge=0)
+    """Number of processes for rewards, except `env`. 0: in this process."""
+    device_mapping: DeviceMappingConfig = DeviceMappingConfig()
+    seconds: float = Field(120.0, gt=0)
+    """Timeout of the start of a process on the cluster, and of waiting if no engine is left."""
+
+    @model_validator(mode="after")
+    def _check_counts(self) -> PlacementConfig:
+        counts = ("engines", "env_workers", "reward_workers")
+        if self.name == "local":
+            for key in ("address", *counts, "cpus_per_engine", "device_mapping"):
+                default = type(self).model_fields[key].get_default(call_default_factory=True)
+                if getattr(self, key) != default:
+                    raise ValueError(f"{key} is for placement=ray, and placement=local. Write placement=ray too.")
+        if self.cpus_per_engine != 1 and not self.engines:
+            raise ValueError("cpus_per_engine needs engines, and there are none. Write placement.engines=2 too.")
+        named = len(self.device_mapping.engines)
+        if named and named != self.engines:
+            raise ValueError(
+                f"device_mapping.engines names {named} GPUs for engines={self.engines}: each engine has one. Write as "
+                "many as engines."
+            )
+        if self.address is not None and not re.fullmatch(r"[^\s:/]+:\d+|\[[0-9a-fA-F:]+\]:\d+", self.address):
+            raise ValueError(
+                f"address={self.address} is not HOST:PORT of a cluster's head. Write placement.address=HOST:6379; from "
+                "elsewhere, `ray job submit` runs the whole command there."
+            )
+        return self

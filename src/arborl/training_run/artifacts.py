@@ -1,0 +1,108 @@
+"""Artifacts of a run: learning curve, GIFs of episodes during the run and at its end, HTML report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from arborl.rollout.runner import EpisodeFactories
+from arborl.trainer.trainer import Trainer
+from arborl.training_run.build import RunParts
+from arborl.types import Episode, Group, Metrics
+from arborl.view import replay, save_gif, write_report
+from arborl.view.gif import Decode
+
+log = logging.getLogger(__name__)
+
+
+async def write_artifacts(parts: RunParts, home: Path, episodes: Sequence[Episode], step: int = 0) -> dict[str, Path]:
+    """Write all artifacts; returns their paths by name. A rendering error is logged and does not fail the run.
+
+    Args:
+        parts: the objects of the run.
+        home: the run folder.
+        episodes: of the last evaluation; some of them are rendered.
+        step: number of the last step.
+    """
+    rendered: dict[str, tuple[str, int, str]] = {}
+    written = {"run folder": home, "summary": home / "summary.json", "metrics": home / "metrics.jsonl"}
+    try:
+        for number, episode in enumerate(select_episodes(episodes, parts.config.track.gifs), 1):
+            frames = await replay(parts.cast.env(episode.task), episode)
+            if frames:
+                path = written[f"episode {number}"] = save_gif(frames, home / "frames" / f"episode-{number}.gif")
+                rendered[path.name] = ("evaluation", step, episode.id)
+        if rendered:
+            (home / "frames" / "episodes.json").write_text(json.dumps(rendered) + "\n", encoding="utf-8")
+        report = write_report(home, parts.renderer.tokenizer.decode)  # also draws the curve
+        written |= {"curve": home / "curve.png", "report": report}
+    except Exception:
+        log.exception("the run is complete, but some of its artifacts could not be written")
+    return written
+
+
+def select_episodes(episodes: Sequence[Episode], count: int) -> list[Episode]:
+    """The longest successful episodes, and last a failed attempt if there is one."""
+    won = sorted((e for e in episodes if e.metrics.get("success", 0) >= 1), key=lambda e: -len(e.turns))
+    lost = [e for e in episodes if e.metrics.get("success", 0) < 1]
+    return (won[: max(count - len(lost[:1]), 0)] + lost)[:count]
+
+
+class EpisodeRenderer:
+    """Hook that renders episodes of training steps and of every evaluation as GIFs, in `train/` and `validation/`.
+
+    Episodes are replayed from their records in a fresh environment; the model is not called. A rendering error is
+    logged and does not fail the run.
+
+    Args:
+        cast: constructs environments.
+        decode: token ids to text.
+        folder: folder of the GIFs.
+        every: steps between rendered training episodes.
+        count: number of episodes: best, worst, second best, second worst, ...
+        drawn: called with the path, the step and `train` or `validation`.
+    """
+
+    def __init__(
+        self,
+        cast: EpisodeFactories,
+        decode: Decode,
+        folder: Path,
+        every: int,
+        count: int,
+        drawn: Callable[[Path, int, str], None] = lambda path, step, kind: None,
+    ):
+        self.cast, self.decode, self.drawn = cast, decode, drawn
+        self.folder, self.every, self.count = folder, every, count
+
+    async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:
+        if (trainer.step - 1) % self.every == 0:
+            await self.draw("train", trainer.step, groups)
+
+    async def draw(self, kind: str, step: int, groups: Sequence[Group]) -> list[Path]:
+        """Render episodes of these groups; returns the written files."""
+        written = []
+        for episode in extremes([episode for group in groups for episode in group.valid_episodes], self.count):
+            name = re.sub(r"[^\w.-]+", "-", episode.id)
+            path = self.folder / kind / f"step-{step:06}-{name}.gif"
+            try:
+                frames = await replay(self.cast.env(episode.task), episode, self.decode)
+                if frames:
+                    written.append(await asyncio.to_thread(save_gif, frames, path))
+                    self.drawn(path, step, kind)
+            except Exception:
+                log.exception("episode %s could not be rendered", episode.id)
+        return written
+
+
+def extremes(episodes: Sequence[Episode], count: int) -> list[Episode]:
+    """The best, the worst, the second best, and so on; of equal rewards the longer episode."""
+    ranked = sorted(episodes, key=lambda episode: (-episode.reward, -len(episode.turns)))
+    picked: list[Episode] = []
+    while ranked and len(picked) < count:
+        picked.append(ranked.pop(0 if len(picked) % 2 == 0 else -1))
+    return picked

@@ -1,0 +1,361 @@
+"""Build the objects of a run from its configuration: `build` for training and evaluation, `build_served` for serving.
+
+Mistakes in a configuration are found here before anything is written; those that need no model, before torch is
+imported.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arborl.chat import Renderer
+from arborl.checkpoint import check_model
+from arborl.config.run_config import LearnerConfig, RunConfig
+from arborl.data import TaskSource
+from arborl.data.source_factory import with_demonstrations
+from arborl.engines import Engine
+from arborl.errors import ConfigError
+from arborl.models.model_files import check_supported, read_model_config, resolve
+from arborl.rewards import Rewards
+from arborl.rollout.given import GivenEpisodes
+from arborl.rollout.recorder import Limits
+from arborl.rollout.runner import Cast, Rollout
+from arborl.sandbox import ActiveLevel
+from arborl.tools.tool_loader import ToolLoader
+from arborl.track.from_config import Makers, followers
+from arborl.training_run.part_factory import RunPartFactory
+from arborl.types import Message, Sampling
+
+if TYPE_CHECKING:  # needs torch
+    from transformers import PreTrainedModel
+
+    from arborl.algorithms import Algorithm
+    from arborl.algorithms.algorithm import Needs
+    from arborl.cluster.placement.ray_cluster import RayCluster
+    from arborl.learner.blueprint import Blueprint
+    from arborl.learner.forecast import Plan
+    from arborl.learner.group import LearnerGroup
+    from arborl.learner.learner import Learner
+    from arborl.models.output_heads import CriticInit
+    from arborl.trainer.evaluate import Measures
+
+SAMPLE = (
+    Message("user", "What is 12 + 30? Explain each step, then give the answer."),
+    Message("assistant", "First I add the tens: 10 + 30 = 40. Then I add the ones: 40 + 2 = 42. The answer is 42."),
+    Message("user", "Good. Write one sentence about a frozen lake in winter."),
+)
+"""Conversation on which execution paths are checked."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunParts:
+    """The objects of a run."""
+
+    config: RunConfig
+    model_folder: Path
+    model: PreTrainedModel
+    renderer: Renderer
+    engine: Engine
+    source: TaskSource
+    cast: EpisodeFactories
+    rollout: Rollout
+    rewards: Rewards
+    algorithm: Algorithm
+    learner: Learner | LearnerGroup
+    evaluator: HeldOutEvaluator
+    steps: int
+    """Number of steps of the whole run."""
+    sandbox: Found | None
+    """Isolation of the code that the model writes; None if the run executes none."""
+    tools: OpenTools
+    plan: Plan
+    """Memory plan of the device."""
+    followers: Makers = field(default_factory=dict)
+    """Trackers beside the files of the run, by name."""
+    cluster: Cluster | None = None
+
+    async def close(self) -> None:
+        """Close the engine, the environment processes, the tool servers, the learner and the cluster."""
+        try:
+            await self.engine.close()
+            self.rollout.close()
+        finally:
+            try:
+                self.learner.close()
+                await self.tools.close()
+            finally:
+                self.leave()
+
+    def leave(self) -> None:
+        """Leave the cluster, and stop it if the run started it. A second call does nothing."""
+        if self.cluster is not None:
+            self.cluster.close()
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Write tokenizer and chat template beside saved weights."""
+        save_tokenizer(self.model_folder, self.renderer, folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingParts:
+    """The objects that serve a trained model, without a learner."""
+
+    config: RunConfig
+    model: PreTrainedModel
+    renderer: Renderer
+    engine: Engine
+    cast: EpisodeFactories
+    sampling: Sampling
+    """As in the evaluation of the run."""
+    limits: Limits
+    tools: ToolLoader
+
+    def read(self, folder: Path) -> Mapping[str, Any]:
+        """The weights of another checkpoint of the run, by the engine's names of them."""
+        return load_policy(self.config, check_model(folder)).state_dict()
+
+
+def save_tokenizer(source: Path, renderer: Renderer, folder: Path) -> None:
+    """Copy the tokenizer files, and write the chat template in use."""
+    for name in TOKENIZER_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, folder / name)
+    renderer.template.save(folder)
+
+
+def build(config: RunConfig, objects: Mapping[str, Any] | None = None, training: bool = True) -> RunParts:
+    """The objects of a run.
+
+    Args:
+        config: the run.
+        objects: Python objects of parts, by name.
+        training: whether weights change; if not, remote engines keep their weights.
+    """
+    factory = RunPartFactory(config, objects or {}, connect=True)
+    try:
+        return _build(factory, training)
+    except BaseException:
+        factory.stop()
+        raise
+
+
+def _build(factory: RunPartFactory, training: bool) -> RunParts:
+    config = factory.config
+    cast, rewards = factory.cast(), factory.rewards()
+    trackers = followers(config.track, factory.objects)
+    factory.check_names()
+    sandbox = factory.sandbox()
+    folder, renderer = _find_model(config)
+    critic_name = config.learner.critic_from
+    critic_folder = check_model(resolve(critic_name, "learner.critic_from")) if critic_name is not None else None
+    given = GivenEpisodes.of(config, renderer)
+    source, steps = factory.source(renderer, given)
+    trained = with_demonstrations(source, config, given.rows("sft"), factory.objects) if training else source
+
+    from arborl.cluster.ranks import ranks_on
+    from arborl.learner.launch import check_ranks, make_learner
+    from arborl.learner.memory import planned
+    from arborl.learner.teacher import teacher_of
+    from arborl.trainer.evaluate import Evaluator
+    from arborl.trainer.given_evaluation import GivenEvaluator
+
+    _set_up_torch(config)
+    algorithm = factory.algorithm()  # a mistake in a custom function is reported before the weights are loaded
+    config = factory.config = resolve_dtype(config)
+    if training:
+        check_ranks(config.learner, config.model.device, algorithm, elsewhere=config.placement.name == "ray")
+    model = _load_checked_policy(config, folder, renderer)
+    origin = _load_critic_origin(critic_folder, folder, model)
+    teacher = teacher_of(config, folder)
+    plan = planned(model, config, algorithm.needs)  # after all other models have their memory
+    sampling = training_sampling(config, renderer)
+    factory.connect(model, rewards, training)
+    engine = factory.engine(
+        model, renderer, cast, sampling, kv_tokens=plan.kv_tokens, sleep_mode=plan.forecast.lent, training=training
+    )
+    rollout = factory.rollout(engine, cast, sampling, episode_limits(config), rewards, given)
+    settings = plan.settings(config.learner)
+    if not training:
+        settings = settings.model_copy(update={"strategy": "single", "ranks": 1})
+    spec = _learner_spec(config, settings, sampling, algorithm.needs, steps, folder, critic_folder)
+    learner = make_learner(spec, model, origin, teacher, ranks_on(factory.cluster, model))
+    evaluator: Measures = (
+        GivenEvaluator(source, rollout, algorithm, config, learner)
+        if config.data.offline
+        else Evaluator(source, rollout, rewards, config.evaluation, config.seed, config.rollout.val_envs)
+    )
+    return RunParts(
+        config=config, model_folder=folder, model=model, renderer=renderer, engine=engine, source=trained, cast=cast,
+        rollout=rollout, rewards=rewards, algorithm=algorithm, learner=learner, evaluator=evaluator, steps=steps,
+        sandbox=sandbox, tools=factory.open_tools, plan=plan, followers=trackers, cluster=factory.cluster,
+    )  # fmt: skip
+
+
+def build_served(config: RunConfig, objects: Mapping[str, Any] | None = None) -> ServingParts:
+    """The objects that serve the model of a configuration: engine and agents."""
+    factory = RunPartFactory(config, objects or {}, connect=True)
+    try:
+        cast = factory.cast()
+        factory.sandbox()
+        folder, renderer = _find_model(config)
+        _set_up_torch(config, seeded=False)
+        config = factory.config = resolve_dtype(config)
+        model = _load_checked_policy(config, folder, renderer)
+        sampling = training_sampling(config, renderer)
+        kv_tokens = config.engine.kv_tokens
+        engine = factory.engine(model, renderer, cast, sampling, kv_tokens=kv_tokens, training=False)
+    except BaseException:
+        factory.open_tools.stop()
+        raise
+    names = ("temperature", "top_k", "top_p", "min_p", "max_tokens")
+    overrides = {name: value for name in names if (value := getattr(config.evaluation, name)) is not None}
+    return ServingParts(
+        config=config, model=model, renderer=renderer, engine=engine, cast=cast,
+        sampling=replace(sampling, **overrides), limits=episode_limits(config), tools=factory.open_tools,
+    )  # fmt: skip
+
+
+def check(config: RunConfig) -> None:
+    """Check that agents, environments, tools and rewards exist and accept their arguments, without a model.
+
+    A tool that is a class (such as an index of a corpus) is not constructed; its arguments are checked.
+    """
+    factory = RunPartFactory(config, {})
+    factory.cast()
+    factory.rewards()
+    factory.check_names()
+
+
+def count_steps(config: RunConfig, objects: Mapping[str, Any] | None = None) -> int:
+    """Number of steps of a run, without building it. With `trainer.epochs` the rows are read."""
+    if config.trainer.steps is not None:
+        return config.trainer.steps
+    renderer = make_renderer(config, resolve(config.model.name))
+    return RunPartFactory(config, objects or {}).source(renderer, GivenEpisodes.of(config, renderer))[1]
+
+
+def training_sampling(config: RunConfig, renderer: Renderer) -> Sampling:
+    """Sampling parameters in training."""
+    section = config.sampling
+    return Sampling(
+        max_tokens=section.max_tokens,
+        temperature=section.temperature,
+        stop=renderer.stop,
+        stop_texts=section.stop,
+        top_k=section.top_k,
+        top_p=section.top_p,
+        min_p=section.min_p,
+    )
+
+
+def episode_limits(config: RunConfig) -> Limits:
+    rollout = config.rollout
+    return Limits(
+        max_turns=rollout.max_turns,
+        max_context=config.sampling.max_context,
+        episode_seconds=rollout.episode_seconds,
+        step_seconds=rollout.step_seconds,
+    )
+
+
+def make_renderer(config: RunConfig, folder: Path) -> Renderer:
+    """The chat template and tokenizer of a model folder, with the settings of the run."""
+    model = config.model
+    return Renderer.from_folder(folder, config.agent.tool_format, model.chat_args, model.chat_template)
+
+
+def resolve_dtype(config: RunConfig) -> RunConfig:
+    """With the precision that `model.dtype=auto` means here, so that a resumed run keeps it on another machine."""
+    from arborl.models.load import dtype_of
+
+    model = config.model
+    if model.dtype != "auto":
+        return config
+    dtype = "float32" if config.algorithm.loss == "trpo" else dtype_of(model.dtype, model.device)
+    return config.model_copy(update={"model": model.model_copy(update={"dtype": dtype})})
+
+
+def load_policy(config: RunConfig, folder: Path, device: str | None = None) -> PreTrainedModel:
+    """The policy with its adapters and output layer, on `device` or that of the configuration."""
+    from arborl.models.heads import float32_head
+    from arborl.models.load import load_model
+    from arborl.models.lora import add_lora, has_lora, load_4bit
+    from arborl.models.model_loading import load_model
+    from arborl.models.output_heads import float32_head
+
+    settings = config.model
+    load = load_4bit if settings.quantize == "4bit" else load_model
+    model = load(folder, settings.dtype, settings.device if device is None else device)
+    if settings.head == "float32":
+        float32_head(model)
+    if settings.lora.rank or has_lora(model):  # adapters of a saved folder are trained further
+        add_lora(model, settings.lora)
+    return model
+
+
+def _find_model(config: RunConfig) -> tuple[Path, Renderer]:
+    """Folder and renderer of the policy; checked before the weights are loaded."""
+    folder = check_model(resolve(config.model.name))
+    check_supported(described(folder), config.model.name, config.sampling.max_context)
+    return folder, make_renderer(config, folder)
+
+
+def _set_up_torch(config: RunConfig, seeded: bool = True) -> None:
+    import torch
+
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    if seeded:
+        torch.use_deterministic_algorithms(config.deterministic)
+        torch.manual_seed(config.seed)
+
+
+def _load_checked_policy(config: RunConfig, folder: Path, renderer: Renderer) -> PreTrainedModel:
+    """Load the policy; check that it runs at `max_context` and knows all tokens of its tokenizer."""
+    from arborl.models.path_check import use_sample_text
+    from arborl.models.probe import check_runs
+
+    model = load_policy(config, folder)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    use_sample_text(model, [token for token in renderer.encode(renderer.render(SAMPLE)) if token < vocabulary])
+    check_runs(model, config.model.name, config.sampling.max_context)
+    largest = max(*renderer.encode(renderer.render([Message("user", "Hello.")])), min(renderer.stop))
+    if largest >= vocabulary:
+        raise ConfigError(
+            f"model.name={config.model.name}: its tokenizer has the token {largest}, and the model knows {vocabulary}. "
+            "Write a folder whose tokenizer.json is the model's own."
+        )
+    return model
+
+
+def _load_critic_origin(critic_folder: Path | None, folder: Path, model: PreTrainedModel) -> Origin | None:
+    from arborl.models.scalar import load_origin
+
+    return load_origin(critic_folder, model, folder) if critic_folder is not None else None
+
+
+def _learner_spec(
+    config: RunConfig, settings: LearnerConfig, sampling: Sampling, needs: Needs, steps: int, folder: Path,
+    critic_folder: Path | None,
+) -> Blueprint:  # fmt: skip
+    """What every rank builds its learner from."""
+    from arborl.learner.blueprint import Blueprint
+    from arborl.learner.schedule import NONE, FirstSteps
+    from arborl.learner.teacher import teacher_of
+
+    imitation = config.demonstrations
+    return Blueprint(
+        settings, sampling, needs, steps, config.seed,
+        model=partial(load_policy, config, folder),
+        origin=partial(_load_critic_origin, critic_folder, folder),
+        teacher=partial(teacher_of, config, folder),
+        deterministic=config.deterministic,
+        threads=config.threads,
+        first=NONE if imitation.imitation_lr is None else FirstSteps(imitation.steps, imitation.imitation_lr),
+    )  # fmt: skip

@@ -1,0 +1,99 @@
+"""Names of parts that are given as Python objects.
+
+An object that can be imported is named by its import path. Any other is named `object:NAME`; loading that name without
+the object is an error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from os import PathLike
+from typing import Any
+
+from arborl.config.config_base import Config
+from arborl.registry import OBJECT_PREFIX, unique_name
+
+PART_KEYS = ("agent", "env", "engine", "group_filter", "advantage", "loss", "name")
+"""Keys of parts at any depth."""
+SECTIONS = ("rollout", "track", "algorithm")
+"""Keys of sections with parts."""
+PLAIN = (str, PathLike, int, float, type(None), Config)
+
+
+def name_objects(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings with names instead of objects, and the objects by name."""
+    names = ObjectNames()
+    return names.section(settings), names.objects
+
+
+class ObjectNames:
+    """Assigns one name per object."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+
+    def section(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """A section or the whole configuration; keys may be dotted."""
+        out = dict(settings)
+        for key, value in settings.items():
+            kind = str(key).rpartition(".")[2]
+            if value is None:
+                continue
+            if kind in PART_KEYS or (kind in SECTIONS and isinstance(value, Mapping)):
+                out[key] = self.part(value)
+            elif kind in ("tools", "rewards", "trackers"):
+                out[key] = [self.part(one) for one in (value if isinstance(value, list | tuple) else [value])]
+            elif kind in ("sources", "agents", "by_source") and isinstance(value, Mapping):
+                convert = self.data if kind == "sources" else self.part
+                out[key] = {name: convert(one) for name, one in value.items()}
+            elif kind == "data":
+                out[key] = self.data(value)
+            elif kind in ("rows", "evaluation_rows"):
+                out[key] = self.rows(value)
+        return out
+
+    def part(self, value: Any) -> Any:
+        """A part: a name, an object, or a section with one."""
+        if isinstance(value, Mapping):
+            return self.section(value)
+        return value if isinstance(value, PLAIN) else self.name(value)
+
+    def data(self, value: Any) -> Any:
+        """Rows: a section, a path, a function that returns rows, or the rows themselves."""
+        if isinstance(value, Mapping):
+            return self.section(value)
+        return value if isinstance(value, PLAIN) else {"rows": self.rows(value)}
+
+    def rows(self, value: Any) -> Any:
+        if isinstance(value, Iterable) and not isinstance(value, Mapping | str) and not callable(value):
+            value = _rows_function(list(value))
+        return self.part(value)
+
+    def name(self, value: Any) -> str:
+        """The name of the object; the same for repeated calls."""
+        for known, one in self.objects.items():
+            if one is value:
+                return known
+        label = str(getattr(value, "name", None) or getattr(value, "__name__", type(value).__name__))
+        name = import_path(value) or unique_name(f"{OBJECT_PREFIX}{label}", self.objects)
+        self.objects[name] = value
+        return name
+
+
+def import_path(value: Any) -> str | None:
+    """`package.module:attribute` if importing it yields this object; else None."""
+    module, attribute = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not isinstance(attribute, str) or module == "__main__" or module not in sys.modules:
+        return None
+    found: Any = sys.modules[module]
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    return f"{module}:{attribute}" if found is value else None
+
+
+def _rows_function(kept: list[Any]) -> Callable[[], list[Any]]:
+    def rows() -> list[Any]:
+        return kept
+
+    return rows

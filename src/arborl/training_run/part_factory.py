@@ -1,0 +1,368 @@
+"""Find parts by name and construct them: agents, environments, tools, rewards, data, algorithm, engine, rollout."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from arborl import sandbox
+from arborl.agents import AGENTS, Agent, resolve_agent_name
+from arborl.agents.agent_interface import refuse_plain_function
+from arborl.agents.context.managed_conversation import check_accepts_context
+from arborl.chat import Renderer
+from arborl.cluster.connection import check_there
+from arborl.config.run_config import PartConfig, RunConfig
+from arborl.data import Mixture, TaskSource, open_source
+from arborl.data.mixing.task_pools import RowPool
+from arborl.engines import ENGINES, Engine
+from arborl.envs import ENVS, Env
+from arborl.envs.prompt_wrapper import NO_PROMPT, prepend_system_prompt, wrap_with_prompt
+from arborl.errors import ConfigError, EngineError
+from arborl.registry import Registry, call_checked, short_name, unique_name
+from arborl.rewards import REWARDS, Rewards
+from arborl.rewards.by_source import RewardsBySource
+from arborl.rewards.reward import opened as parts_of
+from arborl.rollout.by_source import Seat, differences, seats_of
+from arborl.rollout.given import GivenEpisodes
+from arborl.rollout.groups import FILTERS, Manner
+from arborl.rollout.part_maker import PartMaker, agent_maker, env_maker
+from arborl.rollout.recorder import Limits
+from arborl.rollout.replay import Recording, Replay
+from arborl.rollout.runner import Cast, Rollout
+from arborl.rollout.slots import FIRST
+from arborl.rollout.workers import Workers
+from arborl.sandbox import ActiveLevel
+from arborl.tools import TOOLS, AnyTool
+from arborl.tools.core.toolbox import warn_incomplete_specs
+from arborl.tools.tool_loader import ToolLoader, merge_tool_args, warn_foreign_variables
+from arborl.types import Message, Sampling, Task
+
+if TYPE_CHECKING:  # needs torch
+    from transformers import PreTrainedModel
+
+    from arborl.algorithms import Algorithm
+    from arborl.cluster.placement.ray_cluster import RayCluster
+
+
+class RunPartFactory:
+    """Constructs the parts of a run; each is checked once at the start.
+
+    Args:
+        config: the run.
+        objects: Python objects of parts, by name.
+        connect: start tool servers and list their tools; else their entries are only checked.
+    """
+
+    def __init__(self, config: RunConfig, objects: Mapping[str, Any], connect: bool = False):
+        self.config, self.objects = config, objects
+        self.open_tools = ToolLoader(lambda name: self.find(TOOLS, name), connect)
+        self.made: list[Any] = []
+        """Constructed agents, tools and rewards."""
+        self.cluster: Cluster | None = None
+
+    def find(self, registry: Registry, name: str) -> Any:
+        return self.objects[name] if name in self.objects else registry[name]
+
+    def maker(self, registry: Registry, part: PartConfig, where: str, **more: Any) -> PartMaker:
+        """A constructor of a part; its arguments are checked here, once."""
+        return PartMaker(self.find(registry, part.name), part.name, part.args, where, more)
+
+    def check_names(self) -> None:
+        """Check names that are used only after the model is loaded. Engines of the library are not imported."""
+        config = self.config
+        if config.engine.name not in ENGINES.table:
+            self.find(ENGINES, config.engine.name)
+        if config.engine.name == "vllm":
+            check_vllm_installed(config.engine.python)
+        if config.placement.name == "ray":
+            check_there(config.placement)
+        if config.rollout.group_filter is not None:
+            self.find(FILTERS, config.rollout.group_filter)
+
+    def connect(self, model: PreTrainedModel, rewards: Rewards, training: bool = True) -> None:
+        """Join or start the Ray cluster of the run, and place rewards on it."""
+        if self.config.placement.name == "ray":
+            from arborl.cluster.placement.placed_parts import connect_cluster
+
+            remote_ranks = self.config.learner.ranks - 1 if training else 0
+            self.cluster = connected(self.config.placement, model, rewards, remote_ranks)
+
+    def stop(self) -> None:
+        """Stop tool servers and the cluster after a failed build."""
+        try:
+            self.open_tools.stop()
+        finally:
+            if self.cluster is not None:
+                self.cluster.close()
+
+    def cast(self) -> Cast:
+        """Constructors of agents and environments for a task.
+
+        The parts are those of the task's source. A task may name another agent or environment; an agent in the
+        configuration of the source takes precedence over one in its rows.
+        """
+        config, seats = self.config, seats_of(self.config)
+        tools, sources = self.tools(), config.data.sources
+
+        def source_of(task: Task) -> str:
+            return task.source if task.source in seats else ""
+
+        def agent_part(source: str, name: str | None) -> PartConfig:
+            fixed = source in sources and sources[source].agent is not None
+            if not name or fixed or called_here(name, config.data.agents) == seats[source].agent.name:
+                return seats[source].agent
+            return config.data.agents.get(name) or PartConfig(name=called_here(name))
+
+        @cache
+        def env_constructor(source: str, name: str | None, agent: str | None) -> Callable[[], Env]:
+            seat = seats[source]
+            is_default = name in (None, seat.env.name)
+            part = seat.env if is_default else PartConfig(name=str(name))
+            make = env_maker(self.maker(ENVS, part, f"{seat.where}env"))
+            system = getattr(agent_part(source, agent), "system", None)
+            system = config.agent.system if system is None else system
+            prompt = seat.env.prompt if is_default else NO_PROMPT
+            return lambda: prompted(make(), prompt, system, seat.sizes)
+
+        @cache
+        def agent_constructor(source: str, name: str | None) -> Callable[[], Agent]:
+            part, key, context = agent_part(source, name), f"{seats[source].where}agent", seats[source].context
+            where, found = f"{key}={part.name}", self.find(AGENTS, part.name)
+            refuse_plain_function(found, {*part.args, "tools"}, where)
+            check_takes(found, where, context)
+            more: dict[str, Any] = {"tools": tools[source]} | ({"context": context} if context is not None else {})
+            return agent_maker(self.maker(AGENTS, part, key, **more), where)
+
+        def make_env(task: Task) -> Env:
+            return env_constructor(source_of(task), task.env, task.agent)()
+
+        def make_agent(task: Task) -> Agent:
+            return agent_constructor(source_of(task), task.agent)()
+
+        cast = Cast(make_agent, make_env, *differences(sources)) if sources else Cast(make_agent, make_env)
+        for name, seat in seats.items():
+            _check_env(cast.env(Task("check", source=name)), f"{seat.where}env={seat.env.name}")
+            self.made.append(cast.agent(Task("check", source=name)))
+        self.made += [cast.agent(Task("check", agent=name)) for name in config.data.agents]
+        self.made += [tool for some in tools.values() for tool in some]
+        return cast
+
+    def tools(self) -> dict[str, list[AnyTool]]:
+        """The tools of each source, constructed or fetched from their servers."""
+        seats = seats_of(self.config)
+        everywhere = [entry for seat in seats.values() for entry in seat.tools]
+        warn_foreign_variables(everywhere)
+        made = {}
+        for name, seat in seats.items():
+            entries = merge_tool_args(seat.tools, seat.tool_args, seat.where, seat.tools if seat.where else everywhere)
+            made[name] = [tool for entry in entries for tool in self.open_tools.load(*entry)]
+        warn_incomplete_specs({tool.name: tool for some in made.values() for tool in some}.values())
+        return made
+
+    def rewards(self) -> Rewards:
+        """The rewards of the run, and those of sources with their own."""
+        seats = seats_of(self.config)
+        run = self._rewards(seats.pop(""))
+        names = [name for name, source in self.config.data.sources.items() if source.rewards is not None]
+        return RewardsBySource(run, {name: self._rewards(seats[name]) for name in names}) if names else run
+
+    def _rewards(self, seat: Seat) -> Rewards:
+        """Rewards with their weights. A function is a reward; a class is called with its `args`."""
+        chosen: list[tuple[str, Any, float]] = []
+        for number, part in enumerate(seat.rewards):
+            found, where = self.find(REWARDS, part.name), f"{seat.where}rewards.{number}.args"
+            if isinstance(found, type):
+                found = call_checked(found, part.args, where)
+            elif part.args:
+                raise ConfigError(f"{where}: the reward {part.name!r} is a function and takes no arguments here.")
+            name = str(getattr(found, "name", short_name(part.name)))
+            name = unique_name(name, [other for other, _, _ in chosen])
+            self.made += [each for one in parts_of(found) for each in (one, *parts_of(getattr(one, "base", None)))]
+            chosen.append((name, found, part.weight * float(getattr(found, "weight", 1.0))))
+        return Rewards(chosen, self.config.rollout.step_seconds)
+
+    def sandbox(self) -> Found | None:
+        """The sandbox if a part executes code. Raises ConfigError if there is none and it is not allowed."""
+        sandbox.allow_unsafe(self.config.sandbox.allow_unsafe)
+        if not any(getattr(part, "sandboxed", False) for part in self.made):
+            return None
+        try:
+            return sandbox.active_level()
+        except sandbox.SandboxError as error:
+            raise ConfigError(f"this run executes code, and {error}.") from error
+
+    def source(self, renderer: Renderer, given: GivenEpisodes | None = None) -> tuple[TaskSource, int]:
+        """The tasks and the number of steps; checks that the rows suffice and that agents named in rows exist."""
+        config = self.config
+
+        def length(messages: Sequence[Message]) -> int:
+            return len(renderer.encode(renderer.render(prepend_system_prompt(messages, config.agent.system or ""))))
+
+        rows = given.rows(config.algorithm.loss) if given is not None and config.data.offline else None
+        source = open_source(config.data, config.env.name, config.seed, length, self.objects, rows)
+        count = config.rollout.tasks_per_step + config.rollout.spare_groups
+        imitation = config.demonstrations.steps
+        steps = config.trainer.steps or source.steps(config.trainer.epochs or 1, count) + imitation
+        if isinstance(source, Mixture):
+            source.check(steps - imitation, count)
+            for name, pool in source.pools.items():
+                fixed = name in config.data.sources and config.data.sources[name].agent is not None
+                for agent in () if fixed or not isinstance(pool, RowPool) else sorted(pool.agents()):
+                    self._check_agent(agent, name)
+        return source, steps
+
+    def _check_agent(self, agent: str, source: str) -> None:
+        if agent in self.config.data.agents or resolve_agent_name(agent) == self.config.agent.name:
+            return
+        try:
+            found = self.find(AGENTS, resolve_agent_name(agent))
+        except ConfigError as error:
+            raise ConfigError(f"rows of {source}, agent_name: {error} Or write data.agents.{agent}=NAME.") from error
+        seats = seats_of(self.config)
+        check_takes(found, f"agent_name={agent} of rows of {source}", seats.get(source, seats[""]).context)
+
+    def algorithm(self) -> Algorithm:
+        """The algorithm, with weights of sources and demonstrations."""
+        from arborl.algorithms import finder, make_algorithm
+        from arborl.algorithms.demonstrated import Demonstrated
+        from arborl.algorithms.source_weights import SourceWeights
+
+        config = self.config
+        made = make_algorithm(config.algorithm, finder(self.objects), True, config.data.offline)
+        weights = {name: source.weight for name, source in config.data.sources.items()}
+        made = SourceWeights(made, weights) if len(set(weights.values())) > 1 else made
+        return Demonstrated(made, config.demonstrations.weight) if config.demonstrations.enabled else made
+
+    def rollout(
+        self,
+        engine: Engine,
+        cast: EpisodeFactories,
+        sampling: Sampling,
+        limits: EpisodeLimits,
+        rewards: Rewards,
+        given: OfflineEpisodes,
+    ) -> Rollout:
+        """The rollout with its workers, group options and recording or replay."""
+        settings = self.config.rollout
+        workers = Workers(settings.workers, settings.envs.max_env_num_per_worker)
+        if self.cluster is not None and self.config.placement.env_workers:
+            from arborl.cluster.placement.ray_environments import environment_processes
+
+            workers = Workers("process", processes=environment_processes(self.cluster))
+        keep = self.find(FILTERS, settings.group_filter) if settings.group_filter is not None else None
+        training = Manner(settings.redundancy, settings.group_seconds, keep, rewards.judge, rewards.score)
+        tape = Replay(settings.replay) if settings.replay else Recording(settings.record) if settings.record else None
+        concurrency = None if settings.concurrency == "auto" else settings.concurrency
+        if concurrency is None and self.config.deterministic:
+            concurrency = FIRST  # adaptive concurrency, and so the metrics, would depend on time
+        return Rollout(
+            engine, given.renderer, cast, sampling, limits, concurrency, workers, training, tape, given,
+            self.config.track.top_logprobs,
+        )  # fmt: skip
+
+    def engine(
+        self,
+        model: PreTrainedModel,
+        renderer: Renderer,
+        cast: EpisodeFactories,
+        sampling: Sampling,
+        *,
+        kv_tokens: int = 0,
+        sleep_mode: bool = False,
+        training: bool = True,
+    ) -> Engine:
+        """The engine. `kv_tokens` and `sleep_mode` are those of `LocalEngine`, from the memory plan."""
+        config, settings = self.config, self.config.engine
+        found, decode = self.find(ENGINES, settings.name), renderer.tokenizer.decode
+        if self.cluster is not None and config.placement.engines:
+            from arborl.cluster.placement.placed_parts import build_ray_engine
+
+            return engines_of(self.cluster, config, model, renderer, sampling)
+        if settings.name == "scripted":
+            texts = settings.replies or cast.env(Task("check")).actions() or ("Yes.",)
+            made: Engine = found(replies(renderer, texts), decode=decode)
+            return made
+        if settings.name not in ("local", "vllm", "http"):
+            made = found(model)
+            return made
+        common: dict[str, Any] = {
+            "model": model,
+            "max_context": config.sampling.max_context,
+            "max_requests": settings.requests(model.device.type if settings.name == "local" else "cpu"),
+        }
+        arguments: dict[str, dict[str, Any]] = {
+            "local": {
+                "kv_tokens": kv_tokens, "page_size": settings.page_size, "deterministic": config.deterministic,
+                "decode": decode, "update": settings.update, "lends": sleep_mode,
+            },
+            "vllm": {
+                "kv_tokens": settings.kv_tokens, "dtype": settings.dtype, "python": settings.python,
+                "args": settings.args, "sampling": sampling, "sleeps": settings.sleep_mode, "decode": decode,
+            },
+            "http": {
+                "urls": settings.urls, "dtype": settings.dtype, "named": settings.model,
+                "weights_dir": settings.weights_dir, "seconds": settings.seconds, "key": settings.api_key_env,
+                "sampling": sampling, "renderer": renderer, "training": training, "chats": settings.chat,
+            },
+        }  # fmt: skip
+        with _engine_errors(config):
+            made = found(**common, **arguments[settings.name])
+        return made
+
+
+@contextmanager
+def _engine_errors(config: RunConfig) -> Iterator[None]:
+    """Convert errors of an engine's constructor to ConfigError."""
+    name, kv_tokens = config.engine.name, config.engine.kv_tokens
+    where = "engine=http" if name == "http" else f"model.name={config.model.name} with engine={name}"
+    end = {"local": ".", "vllm": f". {VLLM_HINT}"}.get(name, "")
+    try:
+        yield
+    except EngineError as error:
+        raise ConfigError(f"{where}: {error}{end}") from error
+    except (ValueError, MemoryError, RuntimeError) as error:
+        if name == "local" and isinstance(error, ValueError):
+            raise ConfigError(f"{where}: {error}.") from error
+        if name != "local" or "memory" not in str(error):
+            raise
+        raise ConfigError(
+            f"engine.kv_tokens={kv_tokens}: not enough memory for the KV cache. Write a smaller engine.kv_tokens, or 0 "
+            "for a share of the memory."
+        ) from error
+
+
+VLLM_HINT = (
+    "Check that vLLM supports the architecture (config.json, architectures), and engine.args; or write engine=local."
+)
+
+
+def check_vllm_installed(python: str | None) -> None:
+    """Raise ConfigError unless the interpreter can be started and has vLLM."""
+    code = "import importlib.util as u; raise SystemExit(u.find_spec('vllm') is None)"
+    try:
+        done = subprocess.run([python or sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(
+            f"engine.python={python}: cannot be started as a Python interpreter ({error}). Write the path of one."
+        ) from error
+    if done.returncode != 0:
+        where = f"the environment of engine.python={python}" if python else "this environment"
+        raise ConfigError(
+            f"engine=vllm: {where} has no vLLM. Install it there (pip install vllm), or write the interpreter of an "
+            "environment that has it: engine.python=PATH. See docs/engines.md."
+        )
+
+
+def _check_env(env: Any, where: str) -> None:
+    for name in ("reset", "step"):
+        if not callable(getattr(env, name, None)):
+            raise ConfigError(f"{where}: gives a {type(env).__name__}, which has no method {name!r}.")
+
+
+def replies(renderer: Renderer, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of texts as completions, each with a stop token."""
+    return [[*renderer.encode(renderer.said(text)), renderer.stop[0]] for text in texts]

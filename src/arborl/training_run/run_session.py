@@ -1,0 +1,321 @@
+"""One run: evaluation before training, the training loop, evaluation after it, and the files of the run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console as Terminal
+
+from arborl import checkpoint
+from arborl.config.algorithm_config import is_custom
+from arborl.config.config_base import to_plain
+from arborl.config.secrets import mask_secrets
+from arborl.errors import LearnerRankLost, RunStopped
+from arborl.registry import short_name
+from arborl.rollout.store import EpisodeStore
+from arborl.track import Console, JsonlTracker, TensorBoardTracker, Tracker, Trackers, table_before_after
+from arborl.track.background_tracker import BackgroundTracker
+from arborl.track.run_log import RunLog
+from arborl.track.timeline import Timeline
+from arborl.track.tracing import traced
+from arborl.track.tracker import RunStart
+from arborl.trainer.evaluation import EvaluationResult
+from arborl.trainer.hooks import (
+    Evaluate,
+    RefreshReference,
+    SaveCheckpoints,
+    TrackEpisodes,
+    WriteEpisodes,
+    WriteTerms,
+    evaluation_step_metrics,
+)
+from arborl.trainer.trainer import Hook, Trainer
+from arborl.training_run import run_folder
+from arborl.training_run.artifacts import EpisodeRenderer, write_artifacts
+from arborl.training_run.build import RunParts
+from arborl.training_run.rank_recovery import RankRecovery
+from arborl.training_run.resume import ResumePoint, resume_messages
+from arborl.types import Group, Metrics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+
+class RunSession:
+    """State of a run while it is executed.
+
+    Args:
+        parts: the objects of the run.
+        home: the run folder.
+        start: the checkpoint from which the run resumes, if any.
+        saving: called when a stopped run begins to write its last checkpoint.
+        hooks: additional hooks, called last after each step.
+        recovery: the ranks of the learner that the run has lost so far.
+    """
+
+    def __init__(
+        self,
+        parts: RunParts,
+        home: Path,
+        *,
+        start: ResumePoint | None = None,
+        saving: Callable[[], None] = lambda: None,
+        hooks: Sequence[Hook] = (),
+        recovery: RankRecovery | None = None,
+    ):
+        self.parts, self.config, self.home, self.start = parts, parts.config, home, start
+        self.saving, self.hooks, self.recovery = saving, list(hooks), recovery or RankRecovery(0)
+        self.start_time = time.monotonic()
+        self.before: Metrics = {}
+        """Metrics of the evaluation before training."""
+        self.log = RunLog(home / "run.log", to_plain(self.config))
+        self.trackers = Trackers([])
+        self.summary: dict[str, Any] = {}
+        self.execution: dict[str, str] = {}
+        """Device, precision and execution paths of the model."""
+        self.status = "failed"
+        track = self.config.track
+        self.render: EpisodeRenderer | None = None
+        if track.render_save_dir is not None:
+            decode = parts.renderer.tokenizer.decode
+            self.render = EpisodeRenderer(
+                parts.cast, decode, track.render_save_dir, track.render_every, track.render_episodes, self._picture
+            )
+        self.episodes = KeepEpisodes(home / "episodes")
+        imitation = self.config.demonstrations.steps
+        self.held_out = Evaluate(parts.evaluator, self.config.evaluation.every, self._keep_evaluation, imitation)
+
+    def profile(self) -> None:
+        """Write torch's trace of two steps."""
+        from arborl.trainer.profile import Profile
+
+        self.hooks.append(Profile(self.home / "profile.json"))
+
+    async def run(self) -> dict[str, Any]:
+        """Evaluate, train, evaluate again, and write all files; returns the summary."""
+        trainer, save = self._trainer()
+        try:
+            self._begin(trainer, save)
+        except BaseException:
+            await self.parts.close()
+            raise
+        steps = self.config.track.timeline
+        with self.log, traced(self.home.name), Timeline(self.home / "timeline.json", steps) if steps else nullcontext():
+            try:
+                return await self._run(trainer, save)
+            except (asyncio.CancelledError, RunStopped):
+                self.status = "stopped"
+                raise
+            finally:
+                self.trackers.finish(self.summary, self.status)
+                self.trackers.close()
+
+    async def _run(self, trainer: Trainer, save: SaveCheckpoints) -> dict[str, Any]:
+        console = Console(
+            trainer.num_steps, self._title(), start=trainer.step, step_remark=step_remark, on_line=self.log.say
+        )
+        with console:
+            self._open(trainer, console)
+            try:
+                after = await self._train(trainer, save, console)
+            except asyncio.CancelledError:
+                self._save(trainer, save, console)
+                raise
+            except LearnerRankLost as lost:
+                first = self.start.step if self.start is not None else 0
+                if not self.recovery.count(lost, trainer.step, {first: self.start_time} | save.moments):
+                    self._summarise(trainer, {}, stopped=True)
+                raise
+            except RunStopped:
+                if trainer.step > 0:
+                    self._save(trainer, save, console)
+                self._summarise(trainer, {}, stopped=True)
+                written = await write_artifacts(self.parts, self.home, [], trainer.step)
+                console.note(f"The report is {written.get('report', self.home)}")
+                raise
+            finally:
+                self.episodes.close()
+                save.close()
+                await self.parts.close()
+        return await self._finish(trainer, after)
+
+    def _open(self, trainer: Trainer, console: Console) -> None:
+        """Start trackers, warm up the engine, check execution paths, and log how the run is executed."""
+        trainer.tracker = self.trackers = self._trackers(console, trainer.step)
+        config = mask_secrets(to_plain(self.config))
+        self.trackers.begin(Begun(self.home.name, self.home, config, trainer.step))
+        messages = resume_messages(self.start) if self.start is not None else []
+        for line in (*messages, *self.recovery.resumed(trainer.step)):
+            console.note(line)
+        log.info("memory: %s", self.parts.plan.told)
+        if self.parts.plan.warning:
+            log.warning("%s", self.parts.plan.warning)
+        if (warm := getattr(self.parts.engine, "warm", None)) is not None:
+            warm(self.parts.rollout.sampling)
+        self.parts.learner.check_paths()
+        self.execution = execution_of(self.parts.model)
+        run_folder.write_execution(self.home, self.execution)
+        console.note(", ".join(f"{name}: {value}" for name, value in self.execution.items()))
+
+    async def _train(self, trainer: Trainer, save: Save, console: Console) -> Measured:
+        """Evaluate, train, and evaluate again; returns the last evaluation."""
+        if trainer.step == 0 and self.config.evaluation.before and not self.before:
+            console.progress("evaluating held-out tasks before training")
+            before = await self._measure(trainer)
+            self._set_before(before.metrics, save)
+            trainer.watch.look("evaluation", 0, before.episodes)
+        await trainer.fit()
+        console.progress("evaluating held-out tasks after training")
+        after = await self._measure(trainer)
+        trainer.watch.failures.add(after.episodes, "the last evaluation")
+        self.episodes.flush()
+        save.finish()
+        return after
+
+    def _set_before(self, metrics: Metrics, save: Save) -> None:
+        self.before = metrics
+        save.extra = {**save.extra, "before": metrics}
+
+    def _trainer(self) -> tuple[Trainer, Save]:
+        parts, config = self.parts, self.config
+        state = {"before": self.before, "config": mask_secrets(to_plain(config))}
+        save = Save(
+            self.home / "checkpoints", config.trainer.save_every, config.trainer.keep, state, parts.save_tokenizer,
+            self.episodes.flush,
+        )  # fmt: skip
+        hooks: list[Hook] = [self.episodes] if config.track.episodes else []
+        if config.track.episodes and config.track.terms:
+            hooks.append(KeepTerms(self.home / "terms", config.track.terms))
+        if parts.followers:
+            hooks.append(ShowEpisodes(config.track.render_every))
+        if self.render is not None:
+            hooks.append(self.render)
+        if config.demonstrations.steps:
+            hooks.append(RefreshReference(config.demonstrations.steps))
+        if (config.evaluation.every or config.demonstrations.steps) and config.evaluation.tasks:
+            hooks.append(self.held_out)
+        hooks += [self.recovery, *self.hooks]
+        trainer = Trainer(
+            config, parts.source, parts.rollout, parts.rewards, parts.algorithm, parts.learner, parts.engine,
+            Trackers([]), hooks, save, parts.steps,
+        )  # fmt: skip
+        return trainer, save
+
+    def _begin(self, trainer: Trainer, save: Save) -> None:
+        """Write the configuration of a new run, or restore the checkpoint."""
+        start = self.start
+        if start is None:
+            run_folder.write_config(self.home, self.config)
+            return
+        trainer.restore(start.state)
+        self._set_before(start.state["before"], save)
+        self.parts.learner.load(start.folder)
+        checkpoint.rewind(self.home / "checkpoints", trainer.step)
+        run_folder.set_aside(self.home / "summary.json", trainer.step)
+        if start.changes:
+            run_folder.change_config(self.home, start.before, self.config, trainer.step)
+
+    def _trackers(self, console: Console, step: int) -> Trackers:
+        done = None if self.start is None else step
+        chosen: list[Tracker] = [console, JsonlTracker(self.home / "metrics.jsonl", done)]
+        if self.config.track.tensorboard:
+            chosen.append(TensorBoardTracker(self.home / "tensorboard", done))
+        return Trackers([*chosen, *(BackgroundTracker(name, make) for name, make in self.parts.tracker_makers.items())])
+
+    def _title(self) -> list[str]:
+        config = self.config
+        custom = [short_name(part) for part in (config.algorithm.advantage, config.algorithm.loss) if is_custom(part)]
+        algorithm = config.algorithm.name + (f" ({', '.join(custom)})" if custom else "")
+        task = "offline rows" if config.data.offline else short_name(config.env.name)
+        what = f"{config.model.name} learns {task} with {algorithm}, seed {config.seed}"
+        sandbox = [f"code runs under {self.parts.sandbox}"] if self.parts.sandbox is not None else []
+        cluster = [f"on {self.parts.cluster}"] if self.parts.cluster is not None else []
+        return [f"{config.name}: {what}", f"into {self.home}", *sandbox, *cluster]
+
+    async def _measure(self, trainer: Trainer) -> Measured:
+        """Evaluate held-out tasks and log the metrics with the current step."""
+        if self.config.evaluation.tasks == 0:
+            return EvaluationResult({}, [])
+        measured = await self.held_out.measure(trainer)
+        trainer.tracker.log(evaluation_step_metrics(measured.metrics), trainer.step)
+        return measured
+
+    async def _keep_evaluation(self, step: int, groups: Sequence[Group]) -> None:
+        """Write and render evaluation episodes, and send them to trackers."""
+        if self.config.track.episodes:
+            EpisodeStore(self.home / "episodes" / "evaluation").write(step, groups)
+        self.trackers.episodes([episode for group in groups for episode in group.episodes], step, "evaluation")
+        if self.render is not None:
+            await self.render.draw("validation", step, groups)
+
+    def _picture(self, path: Path, step: int, kind: str) -> None:
+        self.trackers.picture(path, step, kind)
+
+    def _save(self, trainer: Trainer, save: Save, console: Console) -> None:
+        """Write the last checkpoint of a stopped run."""
+        self.saving()
+        path = save.save_now(trainer)
+        console.note(f"Stopped at step {trainer.step}; saved {path}")
+        console.note(f"Resume with:  arborl train --resume latest output_dir={self.home}")
+
+    def _summarise(self, trainer: Trainer, after: Metrics, **more: Any) -> dict[str, Any]:
+        self.summary = {
+            "before": self.before,
+            "after": after,
+            "train_seconds": round(trainer.train_seconds, 3),
+            "steps": trainer.step,
+            "seed": self.config.seed,
+            "failures": trainer.failure_monitor.failures.state(),
+            "execution": self.execution,
+        } | more
+        if self.parts.sandbox is not None:
+            self.summary["sandbox"] = str(self.parts.sandbox)
+        run_folder.write_summary(self.home, self.summary)
+        return self.summary
+
+    async def _finish(self, trainer: Trainer, after: EvaluationResult) -> dict[str, Any]:
+        summary = self._summarise(trainer, after.metrics)
+        episodes = [episode for episode in after.episodes if episode.failure is None and not episode.is_offline]
+        written = await write_artifacts(self.parts, self.home, episodes, trainer.step)
+        for name, path in written.items():
+            if path.suffix in (".gif", ".png"):
+                self._picture(path, trainer.step, "final" if path.suffix == ".gif" else name)
+        if after.metrics:
+            self._print(table_before_after(summary["before"], summary["after"]))
+        for cause in trainer.watch.failures:
+            self._print(f"        failed  {cause}")
+        for name, path in written.items():
+            self._print(f"{name:>14}  {path}")
+        self.status = "finished"
+        copied: dict[str, Any] = json.loads(json.dumps(summary))
+        return copied
+
+    def _print(self, content: Any) -> None:
+        """Print to the terminal and to the log."""
+        Terminal().print(content, highlight=False, soft_wrap=isinstance(content, str), markup=False)
+        self.log.show(content)
+
+
+def execution_of(model: PreTrainedModel) -> dict[str, str]:
+    """Device, precision, and the execution paths of engine and learner; for the console, files and `arborl doctor`."""
+    import torch
+
+    from arborl.models.fallbacks import execution_paths
+    from arborl.models.place import place_of
+
+    place = place_of(model)
+    name = str(place.device)
+    if place.device.type == "cuda":
+        name += f" ({torch.cuda.get_device_name(place.device)})"
+    elif place.device.type == "cpu":
+        name += f" ({torch.get_num_threads()} threads)"
+    return {"device": name, "precision": str(place.dtype).removeprefix("torch."), **execution_paths(model)}

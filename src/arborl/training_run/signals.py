@@ -1,0 +1,127 @@
+"""Stopping a run by SIGINT (Ctrl-C), SIGTERM or SIGHUP.
+
+The first signal cancels the run: episodes in progress are dropped, an update in progress is finished, a checkpoint is
+written. The second signal ends the process at once. Schedulers kill some time after SIGTERM: if the checkpoint has not
+begun within `trainer.stop_seconds` after SIGTERM or SIGHUP, the run ends without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Coroutine
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, Self, TypeVar
+
+from arborl.rollout.watchdog import holder
+from arborl.tools.core.background_threads import abandoned_calls
+
+T = TypeVar("T")
+
+MAX_NAMES = 5
+"""Listed names of calls that have not returned."""
+SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+
+
+class StopSignals:
+    """Context in which signals cancel the coroutine of `run`. Only in the main thread.
+
+    Args:
+        seconds: maximum time from SIGTERM or SIGHUP until `saving` is called.
+
+    Example:
+        with Stops(25) as stops:
+            stops.run(session.run(stops.saving))
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self.got: int | None = None
+        """The received signal."""
+        self._before: dict[int, Any] = {}
+        self._task: asyncio.Task[Any] | None = None
+        self._timer: threading.Timer | None = None
+        self._terminals: list[int] = []
+
+    def __enter__(self) -> Self:
+        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):  # nohup, or a shell's background job
+                    self._before[number] = signal.signal(number, self._stop)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.saving()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self.got is not None and isinstance(error, asyncio.CancelledError):
+            if running := left_behind.running():
+                names = ", ".join(f"{name} ×{count}" for name, count in running.most_common(MAX_NAMES))
+                self._print(f"{signal.Signals(self.got).name}: calls in threads have not returned: {names}.")
+            self._exit()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run the coroutine to its end or to a signal."""
+
+        async def cancellable() -> T:
+            self._task = asyncio.current_task()
+            return await work
+
+        return asyncio.run(cancellable())
+
+    def saving(self) -> None:
+        """The last checkpoint begins; its writing has no time limit."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if self.got is not None:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self.got = number
+        if self._task is None or self._task.done():
+            self._exit()
+        if number != signal.SIGINT:
+            if number != signal.SIGTERM:
+                self._close_terminal()
+            self._timer = threading.Timer(self.seconds, self._abort)
+            self._timer.daemon = True
+            self._timer.start()
+        self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+
+    def _close_terminal(self) -> None:
+        """Redirect output to /dev/null: the terminal is closed, and output must not raise."""
+        null = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in self._terminals:
+            os.dup2(null, descriptor)
+        os.close(null)
+
+    def _exit(self) -> NoReturn:
+        """Exit with the status of a process that was ended by the signal."""
+        assert self.got is not None
+        if self.got == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + self.got)
+
+    def _abort(self) -> None:
+        assert self.got is not None
+        name = signal.Signals(self.got).name
+        held = holder(sys._current_frames().get(threading.main_thread().ident or 0)) or "an update or an environment"
+        self._print(
+            f"{self.seconds:g} s after {name}, {held} still runs. The run ends without saving; --resume latest resumes "
+            "from the last checkpoint."
+        )
+        os._exit(128 + self.got)
+
+    def _print(self, text: str) -> None:
+        with suppress(OSError):
+            sys.stderr.write(f"arborl: {text}\n")
+            sys.stderr.flush()

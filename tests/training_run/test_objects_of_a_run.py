@@ -1,0 +1,140 @@
+"""Parts given as objects: a folder names them so that they are found again, or says that they cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import parts_of_mine as mine
+import pytest
+from typer.testing import CliRunner
+
+import arborl
+from arborl.cli.main import app
+from arborl.config.load_config import load
+from arborl.envs.frozen_lake import FrozenLake
+from arborl.training_run.object_names import name_objects
+
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "1 + 2"}}</tool_call>'
+SMALL = {
+    "engine": {"name": "scripted", "replies": ["wrong"]}, "rollout.tasks_per_step": 2, "rollout.group_size": 2,
+    "evaluation.tasks": 4, "evaluation.greedy": False, "track.tensorboard": False, "track.gifs": 0, "steps": 1,
+    "sampling.max_tokens": 64,
+}  # fmt: skip
+
+
+def invoke(*words: str):
+    return CliRunner().invoke(app, list(words))
+
+
+def nested():
+    """What a script has: a tool with a library tool's name, and a reward, that no import leads to."""
+    requested: list[str] = []
+
+    @arborl.tool
+    def calculator(expression: str) -> str:
+        """Compute."""
+        requested.append(expression)
+        return "3"
+
+    @arborl.reward
+    def half(episode) -> float:
+        return 0.5
+
+    return calculator, half, requested
+
+
+def test_what_can_be_imported_again_is_called_by_its_path_and_the_command_line_evaluates_the_run(tmp_path):
+    done = arborl.run(
+        data=mine.asked, agent=mine.Talker, rewards=[mine.right], output_dir=tmp_path / "run",
+        **SMALL | {"rollout.group_filter": mine.all_of_them},
+    )  # fmt: skip
+    config = load(done.folder / "config.yaml")
+    assert config.agent.name == "parts_of_mine:Talker"
+    assert config.rewards[0].name == "parts_of_mine:right"
+    assert config.data.rows.name == "parts_of_mine:asked"
+    assert config.rollout.group_filter == "parts_of_mine:all_of_them"
+    output = invoke("evaluate", str(done.folder))
+    assert output.exit_code == 0, output.output
+    assert done.evaluate()["sampled"]["success"] == 1
+
+
+def test_a_tool_object_with_a_library_name_is_never_swapped_for_the_librarys(tmp_path):
+    calculator, half, requested = nested()
+    more = SMALL | {"engine": {"name": "scripted", "replies": [CALL]}, "rollout.max_turns": 1}
+    done = arborl.run(
+        data=[{"question": f"{n}?"} for n in range(40)], agent={"name": "tool", "args": {"max_tool_rounds": 1}},
+        tools=[calculator], rewards=[half], output_dir=tmp_path / "run", **more,
+    )  # fmt: skip
+    config = load(done.folder / "config.yaml")
+    assert (config.tools[0].name, config.rewards[0].name) == ("object:calculator", "object:half")
+    assert config.data.rows.name == "object:rows"
+    before = len(requested)
+    assert done.evaluate()["sampled"]["reward"] == 0.5
+    assert len(requested) > before > 0
+    for words in (["evaluate", str(done.folder)], ["train", "--resume", str(done.folder), "trainer.steps=2"]):
+        output = invoke(*words)
+        assert output.exit_code == 2, output.output
+        assert "was given to the run as a Python object" in output.output
+        assert "run.evaluate()" in output.output
+        assert len(output.output.strip().splitlines()) == 1
+    assert "can be evaluated and resumed from" in (done.folder / "config.yaml").read_text()
+
+
+def test_a_run_with_objects_is_resumed_from_python_with_them(tmp_path):
+    _, half, _ = nested()
+    given = {"rewards": ["env", half], "env": FrozenLake(size=3), "output_dir": tmp_path / "run", **SMALL}
+    arborl.run(**given)
+    assert arborl.run(**given | {"steps": 2, "resume": "latest"}).summary["steps"] == 2
+
+
+def test_two_objects_of_one_name_are_two_parts(tmp_path):
+    class Constant:
+        def __init__(self, value: float):
+            self.value = value
+
+        async def __call__(self, episode) -> float:
+            return self.value
+
+    done = arborl.run(rewards=[Constant(1.0), Constant(0.5)], output_dir=tmp_path / "run", **SMALL)
+    assert done.summary["after"]["reward"] == 1.5
+
+
+def test_names_reach_wherever_a_part_may_stand():
+    named, objects = name_objects(
+        {
+            "env": {"name": mine.Lake, "args": {"size": 3}},
+            "rewards": [{"name": mine.right, "weight": 2}, "exact"],
+            "data": {"sources": {"a": mine.asked, "b": {"env": mine.Lake, "tools": [mine.calculator]}, "c": "x.json"}},
+            "data.agents": {"echo": mine.Talker},
+            "model": "seedling",
+        }
+    )
+    assert named["env"] == {"name": "parts_of_mine:Lake", "args": {"size": 3}}
+    assert named["rewards"] == [{"name": "parts_of_mine:right", "weight": 2}, "exact"]
+    assert named["data"]["sources"] == {
+        "a": {"rows": "parts_of_mine:asked"},
+        "b": {"env": "parts_of_mine:Lake", "tools": ["parts_of_mine:calculator"]},
+        "c": "x.json",
+    }
+    assert named["data.agents"] == {"echo": "parts_of_mine:Talker"}
+    assert set(objects.values()) == {mine.Lake, mine.right, mine.asked, mine.calculator, mine.Talker}
+
+
+def test_arguments_of_a_tool_given_as_a_class_go_by_its_short_name(tmp_path, monkeypatch):
+    from arborl.config.load_config import from_kwargs
+    from arborl.tools.library.search import Search
+    from arborl.training_run.part_factory import RunPartFactory
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "docs.jsonl").write_text('{"text": "a frozen lake"}\n')
+    args = {"Search": {"corpus": str(tmp_path / "docs.jsonl")}}
+    named, objects = name_objects({"agent": {"name": "tool", "tool_args": args}, "tools": [Search]})
+    workshop = RunPartFactory(from_kwargs(**named), objects)
+    (made,) = workshop.tools().values()
+    assert [tool.name for tool in made] == ["search"]
+
+
+@pytest.mark.parametrize("data", [[], ["no row"], (row for row in ())], ids=["none", "text", "an empty generator"])
+def test_rows_that_are_none_are_refused(tmp_path: Path, data):
+    with pytest.raises(arborl.errors.ConfigError, match="row"):
+        arborl.run(data=data, rewards=["exact"], output_dir=tmp_path / "run", **SMALL)
