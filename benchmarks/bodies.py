@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from arborl.config.run import LoraConfig
+from arborl.config.run_config import LoraConfig
 from arborl.models.lora import add_lora
 from arborl.models.model_files import resolve
 from arborl.models.model_loading import load_model

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen3Config
 
 from arborl.checkpoint import BackgroundWriter, save
 from arborl.config.run_config import LearnerConfig, LoraConfig
-from arborl.learner.learner import Learner
+from arborl.learner.core.learner import Learner
 from arborl.models.attention import ATTENTION_NAME
 from arborl.models.lora import add_lora
 from arborl.types import Sampling

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from arborl.chat.tokenizer import FileTokenizer
-from arborl.data.made.documents import make_problem
-from arborl.models.find import SEEDLING_DIR
-from arborl.tools.injection import Context
-from arborl.tools.library.context.documents import build_index, read_chunk, search_engine
-from arborl.tools.library.context.workspace import WORKSPACE
+from arborl.data.generated.document_problems import make_document_problem
+from arborl.models.model_files import SEEDLING_DIR
+from arborl.tools.core.tool_context import ToolContext
+from arborl.tools.library.document_tools import build_index, read_chunk, search_engine
+from arborl.tools.library.document_tools import WORKSPACE
 from arborl.types import Task
 
 

@@ -28,7 +28,7 @@ from arborl.config.algorithm_config import AlgorithmConfig
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Step
 from arborl.envs.games.frozen_lake import FrozenLake
-from arborl.models.load import resolve
+from arborl.models.model_loading import resolve
 from arborl.rollout.env_workers import Workers
 from arborl.rollout.groups import GroupOptions
 from arborl.rollout.recorder import EpisodeLimits

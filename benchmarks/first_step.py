@@ -40,12 +40,12 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
     from learner import Likelier
     from texts import texts_of
 
-    from arborl.config.run import LearnerConfig, LoraConfig
+    from arborl.config.run_config import LearnerConfig, LoraConfig
     from arborl.learner.attention import path_selection
     from arborl.learner.core.learner import Learner
     from arborl.models.lora import add_lora
     from arborl.rollout.token_trees import build_token_trees
-    from arborl.types import Call, Completion, Episode, Finish, Forest, Group, Sampling, Task
+    from arborl.types import Call, Completion, Episode, FinishReason, Forest, Group, Sampling, Task
 
     imported = time.time() - args.began
     attention, fused = WAYS[args.way]

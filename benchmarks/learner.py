@@ -32,15 +32,15 @@ from texts import Texts, texts_of
 from transformers import PreTrainedModel
 
 from arborl.algorithms import AlgorithmNeeds
-from arborl.config.run import LearnerConfig
-from arborl.learner.attention_choice import Ways
-from arborl.learner.executor import Way
-from arborl.learner.learner import Learner
-from arborl.learner.packing import MicroBatch
+from arborl.config.run_config import LearnerConfig
+from arborl.learner.attention.path_selection import PathSelector
+from arborl.learner.attention.path_selection import ExecutionPath
+from arborl.learner.core.learner import Learner
+from arborl.learner.core.packing import MicroBatch
 from arborl.models.attention import ATTENTION_NAME
 from arborl.models.fast_forward import use_library_forward
 from arborl.models.model_loading import tune_cpu
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Call, Completion, Episode, FinishReason, Forest, Group, Sampling, Task
 
 
@@ -167,7 +167,7 @@ def without_fast_paths(learner: Learner, forest: Forest, repeats: int) -> dict[s
     for name, allows in restrictions.items():
         if name == "short forward pass":
             use_library_forward(learner.model)
-        learner.ways = RestrictedWays(allows)
+        learner.path_selector = RestrictedPathSelector(allows)
         found[name] = measure(lambda: ours(learner, forest), learner.model, repeats)[0]
     return found
 

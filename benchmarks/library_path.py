@@ -27,10 +27,10 @@ from arborl.algorithms import make_algorithm
 from arborl.config.algorithm_config import AlgorithmConfig
 from arborl.config.run_config import LearnerConfig
 from arborl.engines.local import LocalEngine
-from arborl.learner.learner import Learner
+from arborl.learner.core.learner import Learner
 from arborl.models.fast_forward import has_fast_forward
 from arborl.models.model_loading import load_model, resolve
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Call, Episode, Group, Sampling, Task
 
 PROMPTS, SIBLINGS, PROMPT, ANSWER = 8, 8, 96, 48

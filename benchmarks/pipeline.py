@@ -32,8 +32,8 @@ import numpy as np
 import torch
 import transformers
 
-from arborl.api import train
-from arborl.config.load import load
+from arborl.training_run import train
+from arborl.config.load_config import load
 from arborl.data.generated.problems import problems
 from arborl.tools import tool
 from arborl.tools.library.calculator import calculator as at_once

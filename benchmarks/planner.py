@@ -20,7 +20,7 @@ from arborl.cluster.planner.hardware import GIB, device_named
 from arborl.cluster.planner.run_planner import PlacementPlan, RunPlanner
 from arborl.cluster.planner.step_time import StepEstimate, StepInputs, estimate_step
 from arborl.cluster.planner.workload import LogNormal, TurnProfile, Workload, workload_from_options
-from arborl.config.load import from_kwargs
+from arborl.config.load_config import from_kwargs
 
 SEVEN = "`train_speed.py --model 7b --lora 16`"
 LATE = "`train_speed.py --model 0.5b --late 0.3`"

@@ -40,7 +40,7 @@ from arborl.data import open_source
 from arborl.envs import ENVS
 from arborl.envs.env import Env
 from arborl.envs.prompt_wrapper import wrap_with_prompt
-from arborl.learner.schedule import usual_rate
+from arborl.learner.core.optimizer import default_lr
 from arborl.models.model_files import resolve
 from arborl.types import Message, Task
 

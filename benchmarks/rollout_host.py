@@ -24,11 +24,11 @@ import numpy as np
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from arborl.chat.renderer import Renderer
-from arborl.config.load import load
-from arborl.config.run import RunConfig
+from arborl.config.load_config import load
+from arborl.config.run_config import RunConfig
 from arborl.engines.local import LocalEngine
 from arborl.envs.games.frozen_lake import draw_map
-from arborl.models.attention import NAME
+from arborl.models.attention import ATTENTION_NAME
 from arborl.rewards import Rewards
 from arborl.rollout.episode_store import EpisodeStore
 from arborl.rollout.offline_episodes import OfflineEpisodes

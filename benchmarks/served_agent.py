@@ -25,8 +25,8 @@ from pathlib import Path
 
 import httpx
 
-from arborl.api.located import located
-from arborl.build import Parts, build
+from arborl.training_run.run_folder import locate_model
+from arborl.training_run.build import RunParts, build
 from arborl.envs.games.documents_env import FIELD, is_right
 from arborl.envs.wrapper import inner_attribute
 from arborl.types import Task

@@ -31,12 +31,12 @@ from arborl.chat import Renderer
 from arborl.config.run_config import AlgorithmConfig, LearnerConfig
 from arborl.engines.local import LocalEngine
 from arborl.envs.env import Env
-from arborl.learner.learner import Learner
+from arborl.learner.core.learner import Learner
 from arborl.models.attention import ATTENTION_NAME
 from arborl.models.model_loading import tune_cpu
-from arborl.rollout.recorder import Limits
-from arborl.rollout.runner import Cast, Rollout
-from arborl.rollout.tree import plant
+from arborl.rollout.recorder import EpisodeLimits
+from arborl.rollout.runner import EpisodeFactories, Rollout
+from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Call, Episode, Group, Sampling, Task
 
 
@@ -79,7 +79,7 @@ class Ours:
             for episode in group.episodes:
                 episode.rewards["ids"] = reward_of([t for call in episode.calls for t in call.completion.tokens])
         kept = self.algorithm.keep(groups)
-        forest = plant(kept)
+        forest = build_token_trees(kept)
         terms = self.learner.score_terms(forest.trees, forest.terms, self.algorithm.needs)
         self.learner.update(forest.trees, self.algorithm.credit(kept, terms), self.algorithm)
         await self.engine.load(self.learner.weights(), number + 1)

@@ -18,7 +18,7 @@ from texts import ChatText, RandomIds, Texts
 
 from arborl.envs.env import Observation, Step
 from arborl.envs.games.frozen_lake import FrozenLake
-from arborl.models.find import resolve
+from arborl.models.model_files import resolve
 from arborl.training_run.build import TOKENIZER_FILES
 from arborl.types import Message, Task, ToolSpec
 

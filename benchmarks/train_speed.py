@@ -49,7 +49,7 @@ import arborl.training_run.build
 from arborl.config.load_config import from_kwargs
 from arborl.envs.env import Step
 from arborl.envs.games.frozen_lake import FrozenLake
-from arborl.models.load import resolve, tune_cpu
+from arborl.models.model_loading import resolve, tune_cpu
 from arborl.track import Trackers
 from arborl.trainer.hooks import SaveCheckpoints
 from arborl.trainer.trainer import Trainer
@@ -209,7 +209,7 @@ async def train(parts: RunParts, counts: Counts, save: TimedSave | None) -> tupl
     trainer.tracker = log  # type: ignore[assignment]
     began = time.perf_counter()
     parts.engine.warm_up(parts.rollout.sampling)  # type: ignore[attr-defined]
-    last, trainer.last = trainer.last, 1
+    last, trainer.num_steps = trainer.num_steps, 1
     await trainer.fit()
     first, before = time.perf_counter() - began, counts.now
     counts.work()

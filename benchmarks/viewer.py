@@ -26,7 +26,7 @@ import httpx
 import numpy as np
 
 from arborl.rollout.episode_store import episode_to_json, json_line
-from arborl.types import Call, Completion, Episode, Finish, Message, Stop, Task, Turn
+from arborl.types import Call, Completion, Episode, FinishReason, Message, StopReason, Task, Turn
 from arborl.view.web.viewer import Viewer
 
 FILTERS = {

@@ -22,7 +22,7 @@ from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.games.conversation import Conversation
 from arborl.errors import ConfigError
-from arborl.models.seedling import WEIGHTS
+from arborl.models.model_files import SEEDLING_DIR
 from arborl.rollout.recorder import EpisodeLimits
 from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.rollout.token_trees import build_token_trees

@@ -16,22 +16,22 @@ import pytest
 from arborl.agents.chat_agents import ChatAgent
 from arborl.agents.context.managed_conversation import stateset_context
 from arborl.agents.context.statelm import DEFAULT_TOOLS, TOOLSET, StateLM
-from arborl.algorithms.algorithm import Recipe
+from arborl.algorithms.recipe import Recipe
 from arborl.chat import FileTokenizer, HermesParser, Renderer, Template
-from arborl.config.algorithm import AlgorithmConfig
+from arborl.config.algorithm_config import AlgorithmConfig
 from arborl.data.generated.document_problems import make_document_problem
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.games.documents_env import Documents
 from arborl.envs.games.question import Question
 from arborl.errors import ConfigError
-from arborl.models.find import SEEDLING_DIR
+from arborl.models.model_files import SEEDLING_DIR
 from arborl.registry import call_checked
 from arborl.rewards.answers import MultipleChoice, ShortAnswer
 from arborl.rewards.reward import Rewards
 from arborl.rollout.recorder import EpisodeLimits
 from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.rollout.token_trees import build_token_trees
-from arborl.tools.library.context.chunks import Index
+from arborl.tools.library.document_index import Index
 from arborl.types import Group, Message, Sampling, StopReason, Task
 from arborl.view.context_length import lengths as context_lengths
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from arborl.algorithms import ModelOutputs, TermBatch
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Call, Completion, Episode, Failure, FinishReason, Group, Message, StopReason, Task, Terms, Turn
 
 

@@ -17,7 +17,7 @@ from algorithm_batches import batch_of, episode, group, model_outputs, terms_of
 
 from arborl.algorithms import Recipe
 from arborl.algorithms.importance_weights import importance_weights, ratios
-from arborl.config.algorithm import AlgorithmConfig
+from arborl.config.algorithm_config import AlgorithmConfig
 
 pytest.importorskip("trl")
 from trl.trainer.dpo_trainer import DPOTrainer
@@ -117,10 +117,10 @@ def test_policy_losses_and_their_aggregation_equal_trls(ours, theirs):
 @pytest.mark.parametrize("kind", ["tis", "mis", "icepop"])
 def test_a_guard_in_the_advantage_equals_trls_correction_of_the_loss(kind):
     groups, terms, new = setting()
-    algorithm = Recipe(AlgorithmConfig(guard=kind, kl={"coef": 0.3}))
+    algorithm = Recipe(AlgorithmConfig(importance_weights=kind, kl={"coef": 0.3}))
     loss, _ = algorithm.loss(model_outputs(new), batch := batch_of(algorithm.credit(groups, terms)))
     plain = batch_of(Recipe(AlgorithmConfig()).credit(groups, terms))
-    factor = importance_weights(kind, ratios(terms.proximal - terms.logprob), *algorithm.config.guard.bounds)
+    factor = importance_weights(kind, ratios(terms.proximal - terms.logprob), *algorithm.config.importance_weights.bounds)
     expected = trl_grpo(new, plain, torch.zeros(len(new)).double(), correction=torch.from_numpy(factor), beta=0.3)
     assert (loss * batch.weight_M).sum().item() == pytest.approx(expected.item(), abs=1e-9)
 

@@ -11,8 +11,8 @@ from algorithm_batches import batch_of, episode, group, model_outputs, random_gr
 
 from arborl.algorithms import ADVANTAGES, LOSSES, Recipe, make_algorithm
 from arborl.algorithms.custom_functions import small_groups, small_terms, term_batch
-from arborl.config.algorithm import AlgorithmConfig
-from arborl.config.base import validate
+from arborl.config.algorithm_config import AlgorithmConfig
+from arborl.config.config_base import validate
 from arborl.errors import ConfigError
 
 

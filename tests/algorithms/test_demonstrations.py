@@ -11,8 +11,8 @@ from algorithm_batches import batch_of, episode, group, model_outputs, pick, ran
 
 from arborl.algorithms import AlgorithmNeeds, Recipe, make_algorithm
 from arborl.algorithms.combined_algorithms import DemonstrationAlgorithm
-from arborl.config.algorithm import AlgorithmConfig
-from arborl.types import GIVEN, Group
+from arborl.config.algorithm_config import AlgorithmConfig
+from arborl.types import NOT_SAMPLED, Group
 
 INNER = [
     AlgorithmConfig(name="grpo"),

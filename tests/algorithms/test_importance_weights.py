@@ -20,8 +20,8 @@ from arborl.algorithms.importance_weights import (
     staleness,
     truncated,
 )
-from arborl.config.algorithm import AlgorithmConfig
-from arborl.types import Finish, Stop
+from arborl.config.algorithm_config import AlgorithmConfig
+from arborl.types import FinishReason, StopReason
 
 
 @given(st.lists(st.tuples(st.floats(-3, 3), st.integers(0, 3)), min_size=1, max_size=10))
@@ -63,7 +63,7 @@ def test_a_guard_multiplies_the_advantage_by_its_factor(settings, level):
     assert algorithm.config.ratio_policy == "proximal"
     gap = terms.proximal - terms.logprob
     ratio = ratios(gap, getattr(terms, level) if level else None)
-    factor = importance_weights(settings["kind"], ratio, *algorithm.config.guard.bounds)
+    factor = importance_weights(settings["kind"], ratio, *algorithm.config.importance_weights.bounds)
     plain = Recipe(AlgorithmConfig()).credit(groups, terms).advantage
     assert algorithm.credit(groups, terms).advantage == pytest.approx(plain * factor)
     assert algorithm.metrics()["importance_weight/clipped"] == pytest.approx((factor != ratio).mean())

@@ -11,10 +11,10 @@ import torch
 from algorithm_batches import batch_of, counters, episode, group, model_outputs, pick, random_groups, terms_of
 
 from arborl.algorithms import ADVANTAGES, LOSSES, PRESETS, AlgorithmNeeds, PerSourceAlgorithm, Recipe, make_algorithm
-from arborl.config.algorithm import Advantage, AlgorithmConfig, Loss
-from arborl.config.presets import ADVANTAGE_READS, LOSS_READS
+from arborl.config.algorithm_config import ADVANTAGE_READS, LOSS_READS, AlgorithmConfig
+from arborl.config.algorithm_config import ADVANTAGE_READS, LOSS_READS
 from arborl.rollout.token_trees import build_token_trees
-from arborl.types import Finish, Group, Terms
+from arborl.types import FinishReason, Group, Terms
 
 NAN, INF = float("nan"), float("inf")
 
@@ -88,8 +88,8 @@ def test_tables_and_configuration_name_the_same_things():
         ({"name": "gspo"}, AlgorithmNeeds(anchor=True)),
         ({"clip_low": 0.01}, AlgorithmNeeds(anchor=True)),
         ({"name": "trpo", "anchor": "proximal"}, AlgorithmNeeds(proximal=True)),
-        ({"guard": "tis"}, AlgorithmNeeds(proximal=True, anchor=True)),
-        ({"name": "reinforce", "guard": "tis"}, AlgorithmNeeds(proximal=True)),
+        ({"importance_weights": "tis"}, AlgorithmNeeds(proximal=True, anchor=True)),
+        ({"name": "reinforce", "importance_weights": "tis"}, AlgorithmNeeds(proximal=True)),
         ({"name": "dpo"}, AlgorithmNeeds(reference=True)),
         ({"name": "distill"}, AlgorithmNeeds(teacher=True)),
         ({"name": "sft"}, AlgorithmNeeds()),

@@ -48,7 +48,7 @@ def gpt2_like(tmp_path):
 
 def said(renderer: Renderer, text: str) -> Completion:
     ids = [*renderer.encode(renderer.escape_reply(text)), renderer.stop[0]]
-    return Completion(tuple(ids), (-1.0,) * len(ids), Finish.STOP)
+    return Completion(tuple(ids), (-1.0,) * len(ids), FinishReason.STOP)
 
 
 def assert_grows(renderer: Renderer, tools=()) -> None:

@@ -29,7 +29,7 @@ def talk(made, turns):
         prompt = conversations.prompt(messages)
         assert prompt.tokens == tuple(made.encode(made.render(messages)))
         ids = (*made.tokenizer.encode("Three."), made.stop[0])
-        said = Completion(ids, (0.0,) * len(ids), Finish.STOP)
+        said = Completion(ids, (0.0,) * len(ids), FinishReason.STOP)
         conversations.record(prompt, said)
         messages.append(made.read(said))
         prompts.append((prompt, (*prompt.tokens, *ids)))

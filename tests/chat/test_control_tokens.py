@@ -14,8 +14,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from arborl.chat import Conversations, FileTokenizer, HermesParser, Rendered, Renderer, Template, TextTokenizer
 from arborl.chat.control_tokens import DIVIDER, NO_ESCAPING, ControlTextDivider, alternation, remove_dividers
 from arborl.chat.formats.mistral import MistralParser
-from arborl.models.find import SEEDLING_DIR
-from arborl.tools.output import count, cut
+from arborl.models.model_files import SEEDLING_DIR
+from arborl.tools.core.tool_context import count_tokens, truncate
 from arborl.training_run.part_factory import replies
 from arborl.types import Completion, FinishReason, Message, ToolCall, ToolSpec
 

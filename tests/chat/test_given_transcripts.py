@@ -11,7 +11,7 @@ import pytest
 from arborl.agents.tool_agents import ToolAgent
 from arborl.chat import Renderer
 from arborl.chat.formats import make_parser
-from arborl.data.reading.given import GivenReader
+from arborl.data.reading.row_reader import OfflineRowReader
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
 from arborl.rollout.offline_episodes import OfflineEpisodes
@@ -75,8 +75,8 @@ def test_ids_equal_those_of_a_rollout_in_which_the_model_says_the_same(family, r
     replies = [call.completion.tokens for call in shown.calls]
     count = iter(range(len(replies)))
     engine = ScriptedEngine(replies, make_parser=lambda prompt, session: next(count))
-    cast = Cast(lambda task: ToolAgent([ADD]), lambda task: Talk())
-    rollout = Rollout(engine, renderer, cast, Sampling(512), Limits(max_context=4096), 1)
+    cast = EpisodeFactories(lambda task: ToolAgent([ADD]), lambda task: Talk())
+    rollout = Rollout(engine, renderer, cast, Sampling(512), EpisodeLimits(max_context=4096), 1)
     played = asyncio.run(rollout.play(Task("t"), 0, "t#0"))
     assert played.failure is None, played.failure
     assert [call.prompt for call in shown.calls] == [call.prompt for call in played.calls]

@@ -15,7 +15,7 @@ from arborl.chat.builtin_templates import CHATML, add_tool_section, template_sup
 from arborl.chat.control_tokens import DIVIDER, TextParts
 from arborl.chat.incremental import IncrementalRenderer
 from arborl.models.model_files import resolve
-from arborl.types import Completion, Finish, Message, ToolCall, ToolSpec
+from arborl.types import Completion, FinishReason, Message, ToolCall, ToolSpec
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "templates"
 SEEDLING = Path(__file__).parents[2] / "src" / "arborl" / "models" / "seedling" / "weights" / "chat_template.jinja"
@@ -150,7 +150,7 @@ def test_whatever_is_added_deleted_changed_or_taken_up_again_the_text_is_that_of
         assert conversations.count(messages, tools) == len(prompt.tokens)
         if messages and data.draw(st.booleans()):
             ids = tokenizer.encode(data.draw(TEXT))
-            said = Completion((*ids, renderer.stop[0]), (0.0,) * (len(ids) + 1), Finish.STOP)
+            said = Completion((*ids, renderer.stop[0]), (0.0,) * (len(ids) + 1), FinishReason.STOP)
             conversations.record(prompt, said)
             earlier.append([*messages, renderer.read(said)])
 
@@ -252,7 +252,7 @@ def test_conversations_that_begin_alike_go_their_own_ways():
         conversations = Conversations(renderer)
         prompt = conversations.prompt(opening)
         ids = (*renderer.encode(renderer.escape_reply(text)), renderer.stop[0])
-        said = Completion(ids, (0.0,) * len(ids), Finish.STOP)
+        said = Completion(ids, (0.0,) * len(ids), FinishReason.STOP)
         reply = renderer.read(said)
         conversations.record(prompt, said, reply=reply)
         later = (*opening, reply, Message("user", "And now?"))

@@ -18,8 +18,8 @@ from typer.testing import CliRunner, Result
 from arborl.cli.main import app
 from arborl.cli.train_commands import newest_run
 from arborl.config import RunConfig
-from arborl.config.base import dump_yaml
-from arborl.config.load import load
+from arborl.config.config_base import dump_yaml
+from arborl.config.load_config import load
 from arborl.diagnosis.finding import Finding, run_checks
 from arborl.errors import ConfigError
 from arborl.trainer.policy_comparison import PolicyResult
@@ -31,18 +31,18 @@ def call(*arguments: str) -> Result:
 
 @dataclass
 class FakeApi:
-    """Replaces `arborl.api` and records its calls."""
+    """Replaces `arborl.training_run` and records its calls."""
 
     calls: list[tuple[RunConfig, str | None, bool]] = field(default_factory=list)
 
     def train(self, config: RunConfig, *, resume: str | None = None, stub: bool = False, profile: bool = False) -> None:
         self.calls.append((config, resume, stub))
 
-    def measure(self, names: Sequence[str], request: Asked) -> list[Played]:
+    def measure(self, names: Sequence[str], request: Asked) -> list[PolicyResult]:
         if names == ["unknown"]:
             raise ConfigError("no model is called 'unknown'.")
-        sampled = Played(names[0], "sampled", {"success": 0.25, "tasks": float(len(request.overrides))})
-        return [sampled, Played(names[0], "greedy", {"success": 0.5, "reward": 1.0})]
+        sampled = PolicyResult(names[0], "sampled", {"success": 0.25, "tasks": float(len(request.overrides))})
+        return [sampled, PolicyResult(names[0], "greedy", {"success": 0.5, "reward": 1.0})]
 
 
 @pytest.fixture
@@ -280,7 +280,7 @@ def test_python_m_arborl_is_the_same_program(here: Path) -> None:
 
 
 def test_parts_of_the_current_folder_are_found(here: Path) -> None:
-    (here / "hilo.py").write_text("from arborl.envs.frozen_lake import FrozenLake\nclass HiLo(FrozenLake):\n    pass\n")
+    (here / "hilo.py").write_text("from arborl.envs.games.frozen_lake import FrozenLake\nclass HiLo(FrozenLake):\n    pass\n")
     (here / "broken.py").write_text("import arborl\n\nclass HiLo:\n    size = missing\n")
     script = Path(sys.executable).with_name("arborl")
     for words in (["env", "check", "hilo:HiLo"], ["train", "env=hilo:HiLo", "seed=-1"]):

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from arborl.cli.main import app
-from arborl.config.load import load
+from arborl.config.load_config import load
 from arborl.data.generated.datasets import GENERATORS, make, make_facts
 from arborl.rewards.answers import equal, final_part
 from arborl.rewards.code_tests import read_cases
@@ -26,7 +26,7 @@ def call(*arguments: str) -> Result:
     return CliRunner().invoke(app, arguments)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", GENERATORS)
 def test_every_data_set_is_reproducible_from_its_seed(name, here):
     for folder, seed in (("one", "3"), ("two", "3"), ("other", "4")):
         done = call("data", "make", name, "--out", folder, "--count", "12", "--seed", seed)

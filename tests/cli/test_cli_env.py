@@ -10,12 +10,12 @@ from typer.testing import CliRunner
 
 from arborl.cli.env_commands import colored, parse_environment, play_config, typed_action
 from arborl.cli.main import app
-from arborl.config.base import dump_yaml
-from arborl.config.load import from_kwargs
+from arborl.config.config_base import dump_yaml
+from arborl.config.load_config import from_kwargs
 from arborl.envs import ENVS
 from arborl.envs.env import Env, Observation, Step
 from arborl.errors import ConfigError
-from arborl.models.find import SEEDLING_DIR
+from arborl.models.model_files import SEEDLING_DIR
 from arborl.types import Message
 
 MOVES = ["<answer>Left</answer>", "<answer>Down</answer>", "<answer>Right</answer>", "<answer>Up</answer>"]
@@ -207,14 +207,14 @@ def test_the_model_of_a_run_plays_with_the_prompt_of_its_run(tmp_path):
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
     place = tmp_path / "checkpoints" / "step-000001"
     place.mkdir(parents=True)
-    (place / "model").symlink_to(WEIGHTS)
+    (place / "model").symlink_to(SEEDLING_DIR)
     made = play_config(str(place), "rooms", {"doors": 1}, {"instruction": ""})
     assert (made.agent.name, made.agent.system, made.sampling.max_tokens) == ("tool", "You.", 9)
     assert made.env.prompt.model_dump(exclude_none=True) == {**prompt, "instruction": ""}
     assert made.env.args == {"doors": 1}
     assert made.model.name == str(place / "model")
     other = play_config(str(place), "frozen_lake", {}, {})
-    assert not other.env.prompt.says_something
+    assert not other.env.prompt.is_set
 
 
 def test_typed_text_selects_an_action():

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from arborl.cli.init_command import PRESETS, configuration_text
 from arborl.cli.main import app
-from arborl.config.load import load
+from arborl.config.load_config import load
 
 
 def call(*words: str) -> Result:

@@ -21,7 +21,7 @@ from arborl.cluster.launcher import cluster_jobs
 from arborl.cluster.launcher.cluster_spec import ClusterSpec, read_cluster_spec
 from arborl.cluster.launcher.on_host.supervisor import VARIABLE
 from arborl.cluster.launcher.ssh_cluster import SshCluster
-from arborl.config.base import validate
+from arborl.config.config_base import validate
 from arborl.errors import ConfigError
 
 HERE = Path(__file__).parent
@@ -400,12 +400,12 @@ def test_a_run_s_file_travels_with_its_name_and_writes_where_nothing_removes_it(
     (file.parent / "runs").mkdir()
     (file.parent / "runs" / "old.txt").write_text("")
     fleet = SshCluster(validate(ClusterSpec, {"head": "h", "python": "/opt/python"}))
-    words, files = run_of(fleet, [str(file), "trainer.steps=5"], None, None)
+    words, files = train_command(fleet, [str(file), "trainer.steps=5"], None, None)
     assert words[:6] == ["/opt/python", "-m", "arborl", "train", "run.yaml", "trainer.steps=5"]
     assert words[6] == "name=lake"
     assert words[7].startswith("output_dir=~/runs/lake-")
     assert list(files) == ["run.yaml"]
-    words, files = run_of(fleet, [str(file), "output_dir=/data/x"], tmp_path, cluster_jobs.collect_files(tmp_path))
+    words, files = train_command(fleet, [str(file), "output_dir=/data/x"], tmp_path, cluster_jobs.collect_files(tmp_path))
     assert words[4:] == ["lake/run.yaml", "output_dir=/data/x", "name=lake"]
     assert sorted(files) == ["lake/parts.py", "lake/run.yaml"]
     assert cluster_jobs.pack(files) == cluster_jobs.pack(dict(reversed(files.items())))

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from arborl.cluster.placement.ray_cluster import SETTINGS
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.track.jsonl import read_metrics
 
 pytestmark = [

@@ -11,12 +11,12 @@ import time
 
 import pytest
 
-from arborl.api import train
-from arborl.build import build
+from arborl.training_run import train
+from arborl.training_run.build import build
 from arborl.cluster.placement import ray_cluster
 from arborl.cluster.placement.actors import ClusterActor, VersionMismatch, check_versions, versions
 from arborl.cluster.placement.ray_cluster import ClusterNode, find_node, gpus_of
-from arborl.config.load import load
+from arborl.config.load_config import load
 from arborl.engines.remote.replicas import ReplicaUnavailable
 from arborl.errors import ConfigError
 from arborl.track.jsonl import read_metrics
@@ -76,8 +76,8 @@ def test_evaluate_plays_in_its_own_process_unless_it_is_told_otherwise(tmp_path)
 
     file = tmp_path / "run.yaml"
     file.write_text("placement: {name: ray, engines: 2}\n")
-    assert policies([str(file)], Asked())[0].config.placement.name == "local"
-    placement = policies([str(file)], Asked(["placement.engines=3"]))[0].config.placement
+    assert policies([str(file)], MeasureOptions())[0].config.placement.name == "local"
+    placement = policies([str(file)], MeasureOptions(["placement.engines=3"]))[0].config.placement
     assert (placement.name, placement.engines) == ("ray", 3)
 
 
@@ -93,7 +93,7 @@ def test_gpus_are_counted_over_all_nodes_and_a_node_that_is_back_is_found_by_its
     gpu = gpus_of(nodes)[3]
     assert (gpu.node.id, gpu.index) == ("b", 1)
     assert find_node(gpu, [nodes[0], ClusterNode("c", "10.0.0.2", 8, 2)]).id == "c"
-    with pytest.raises(Unreachable, match=r"10.0.0.2 with its GPU 1 is gone"):
+    with pytest.raises(ReplicaUnavailable, match=r"10.0.0.2 with its GPU 1 is gone"):
         find_node(gpu, nodes[:1])
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from arborl.api import train
-from arborl.config.load import load
+from arborl.training_run import train
+from arborl.config.load_config import load
 from arborl.rollout.episode_store import EpisodeStore
 from arborl.track.jsonl import read_metrics
 from arborl.training_run import train

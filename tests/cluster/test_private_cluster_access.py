@@ -20,7 +20,7 @@ CLUSTER = """
 import json, os, sys
 import ray
 from arborl.cluster.placement.ray_cluster import Cluster
-from arborl.config.placement import PlacementConfig
+from arborl.config.engine_config import PlacementConfig
 
 cluster = Cluster(PlacementConfig(name="ray", engines=1, seconds=600))
 ray.get(ray.remote(lambda: 1).remote())

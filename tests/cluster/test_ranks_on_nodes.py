@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from arborl.api import train
-from arborl.config.load import load
+from arborl.training_run import train
+from arborl.config.load_config import load
 from arborl.learner.distributed.rank_connections import interface_of
 from arborl.track.jsonl import read_metrics
 from arborl.training_run import train

@@ -18,9 +18,9 @@ from arborl.cluster.planner.model_shape import KNOWN_CONFIGS, model_shape, shape
 from arborl.cluster.planner.rank_memory import learner_plan
 from arborl.cluster.planner.run_planner import RunPlanner
 from arborl.cluster.planner.workload import workload_from_options, workload_from_run
-from arborl.config.load import from_kwargs
-from arborl.config.run import LoraConfig, ModelConfig
-from arborl.learner.memory import sizes_of
+from arborl.config.load_config import from_kwargs
+from arborl.config.run_config import LoraConfig, ModelConfig
+from arborl.learner.core.memory_plan import model_sizes
 from arborl.models.attention import ATTENTION_NAME
 from arborl.models.lora import add_lora
 
@@ -58,7 +58,7 @@ def test_a_model_counted_from_its_configuration_is_the_model_that_torch_counts(k
     if rank:
         add_lora(made, LoraConfig(rank=rank))
     config = ModelConfig(name="x", dtype="float32", lora=LoraConfig(rank=rank))
-    found, counted = shape_from_config("x", made.config.to_dict(), config).sizes, sizes_of(made)
+    found, counted = shape_from_config("x", made.config.to_dict(), config).sizes, model_sizes(made)
     assert found == counted
 
 

@@ -16,7 +16,7 @@ from arborl.engines.local import LocalEngine
 from arborl.engines.remote.http_engine import HttpEngine
 from arborl.engines.scripted import ScriptedEngine
 from arborl.errors import EngineError
-from arborl.models.load import load_model, resolve
+from arborl.models.model_loading import load_model, resolve
 from arborl.types import FinishReason, Sampling
 
 STOP = 2

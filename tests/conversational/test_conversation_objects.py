@@ -9,7 +9,7 @@ import pytest
 from arborl import AgentConfig, Environment, EnvironmentState, GSPOConfig
 from arborl.conversational.environment import ConversationTurn, MultiTurnTrajectory, TrajectoryGroup
 from arborl.errors import ConfigError
-from arborl.rewards.text.base import RewardFunction, RewardResult, reward_function
+from arborl.rewards.text.text_reward import RewardFunction, RewardResult, reward_function
 from arborl.types import Episode, Message, Task, Turn
 
 

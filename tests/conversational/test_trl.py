@@ -21,14 +21,14 @@ from arborl import (
     reward_function,
     train,
 )
-from arborl.build import build
+from arborl.training_run.build import build
 from arborl.conversational import trl_trainer as wrapper_module
 from arborl.conversational.agent_training import run_config
 from arborl.conversational.trl_trainer import episode_tokens, fail_branched, rollout_batch, rollout_config
 from arborl.conversational.trl_trainer import trl_arguments as trl_settings
 from arborl.errors import ConfigError, EpisodeError, RunStopped
 from arborl.models.model_loading import read_weights, resolve
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.training_run.build import build
 from arborl.types import Call, Completion, Episode, FinishReason, Task
 

@@ -17,7 +17,7 @@ from arborl.config.config_base import validate
 from arborl.config.run_config import RunConfig
 from arborl.convert import convert
 from arborl.learner.core.learner import Learner
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Call, Completion, Episode, FinishReason, Group, Sampling, Task
 
 TASKS, EACH = 4, 3
@@ -290,7 +290,7 @@ def arbor(config: RunConfig, start, head, groups: list[Group], noise: list[torch
 
     learner._gradients = watched
     kept = algorithm.keep(groups)
-    forest = plant(kept)
+    forest = build_token_trees(kept)
     terms = algorithm.credit(kept, learner.score_terms(forest.trees, forest.terms, algorithm.needs))
     learner.update(forest.trees, terms, algorithm)
     return losses, [p.detach() for p in learner.model.parameters()]

@@ -124,7 +124,7 @@ def lengths(task) -> int:
 
 def opened(path: Path, **settings):
     rows = OfflineRows("transcripts", lengths, max_context=5)
-    return open_source(DataConfig(path=path, given=True, **settings), "question", 0, offline=rows)
+    return open_source(DataConfig(path=path, offline=True, **settings), "question", 0, offline=rows)
 
 
 def written(folder: Path, answers: list[str]) -> Path:

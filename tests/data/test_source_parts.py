@@ -13,11 +13,11 @@ import pytest
 from arborl import checkpoint
 from arborl.algorithms import make_algorithm
 from arborl.algorithms.combined_algorithms import SourceWeightedAlgorithm
-from arborl.api import train
-from arborl.build import build
-from arborl.config.algorithm import AlgorithmConfig
-from arborl.config.base import dump_yaml
-from arborl.config.load import from_kwargs, load
+from arborl.training_run import train
+from arborl.training_run.build import build
+from arborl.config.algorithm_config import AlgorithmConfig
+from arborl.config.config_base import dump_yaml
+from arborl.config.load_config import from_kwargs, load
 from arborl.data import Mixture
 from arborl.errors import ConfigError
 from arborl.rollout.episode_store import EpisodeStore

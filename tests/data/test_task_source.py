@@ -138,7 +138,7 @@ def test_batches_of_changing_size_leave_nothing_out_and_go_on_from_their_state(p
 
 
 def test_rows_may_come_in_their_own_order_and_held_out_ones_from_a_function():
-    from arborl.config.data import DataConfig
+    from arborl.config.data_config import DataConfig
     from arborl.data.source_factory import open_source
 
     def rows():

@@ -9,7 +9,7 @@ from typing import Any
 
 import arborl
 from arborl.envs.env import Env, Observation, Step
-from arborl.models.find import SEEDLING_DIR
+from arborl.models.model_files import SEEDLING_DIR
 from arborl.types import Message
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from arborl.rollout.episode_store import EpisodeStore
-from arborl.types import Call, Completion, Episode, Finish, Group, Message, Task, Turn
+from arborl.types import Call, Completion, Episode, FinishReason, Group, Message, Task, Turn
 
 STEPS, TASKS, MEMBERS = 30, 4, 4
 Row = dict[str, Any]

@@ -14,14 +14,14 @@ from fault_parts import AGAIN, CONTENT, NO_THOUGHTS, model, swap
 from fault_runs import always, both, grows, since
 
 import arborl
-from arborl.config.load import load
+from arborl.config.load_config import load
 from arborl.diagnosis import Finding, examine_run
 from arborl.diagnosis.finding import run_checks
 from arborl.doctor.chat_template_check import TEMPLATE_CHECKS, Renderer, TemplateSubject
 from arborl.doctor.model_check import BROKEN, examine_model
 from arborl.errors import RunStopped
 from arborl.models.model_files import read_model_config
-from arborl.types import Failure, Finish
+from arborl.types import Failure, FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def shown(what: str, finding: str, state: str = "fail", tool_format: str = "auto
     def find(tmp: Path) -> list[Finding]:
         folder = model(tmp / "model", **changes)
         renderer = Renderer.from_folder(folder, tool_format)
-        subject = TemplateSubject(renderer, described(folder), tools=True)
+        subject = TemplateSubject(renderer, read_model_config(folder), tools=True)
         return run_checks(TEMPLATE_CHECKS, BROKEN, subject)
 
     return Fault(what, finding, find, "doctor --model", state)
@@ -211,7 +211,7 @@ HALF = runs.STEPS // 2
 WORSE = always({"evaluation/success": 0.02, "evaluation/success_low": 0.0, "evaluation/success_high": 0.05})
 WRITTEN = (
     written("entropy falls to nothing at half the way", "entropy_collapsed",
-            since(HALF, always({"policy/entropy": 0.001, "group/flat": 0.75, "episode/success": 0.3, "reward/mean": 0.3}))),
+            since(HALF, always({"policy/entropy": 0.001, "group/zero_variance": 0.75, "episode/success": 0.3, "reward/mean": 0.3}))),
     written("entropy leaps and the reward is lost", "lr_too_high",
             since(HALF, always({"policy/entropy": 5.0, "episode/success": 0.02, "reward/mean": 0.02}))),
     written("gradient of 400 at one step", "gradient_spikes",
@@ -219,10 +219,10 @@ WRITTEN = (
     written("KL to the reference grows", "far_from_reference", grows("policy/kl", 0.01, 5.0), "warn"),
     written("most tokens are clipped", "clipped", always({"policy/clipped": 0.7}), "warn"),
     written("loss is not a number", "not_a_number", since(HALF, always({"policy/loss": None}))),
-    written("engine and learner disagree from the start", "logprob_diff_high", always({"policy/rollout_gap": 0.3})),
-    written("engine and learner drift apart", "logprob_diff_grows", grows("policy/rollout_gap", 1e-6, 0.2), "warn"),
+    written("engine and learner disagree from the start", "logprob_diff_high", always({"policy/logprob_diff": 0.3})),
+    written("engine and learner drift apart", "logprob_diff_grows", grows("policy/logprob_diff", 1e-6, 0.2), "warn"),
     written("server with other weights", "engine_stale", since(HALF, always({"engine/probe_gap": 3.0}))),
-    written("half of the episodes are too old", "stale_dropped", always({"dropped/stale": 16.0}), "warn"),
+    written("half of the episodes are too old", "stale_dropped", always({"rollout/dropped_stale": 16.0}), "warn"),
     written("replies grow tenfold for nothing", "length_explodes",
             both(grows("episode/sampled", 20.0, 250.0), always({"episode/success": 0.4, "reward/mean": 0.4})), "warn"),
     written("half of the replies are cut off", "cut_off_often", since(HALF, always({"call/cut_off": 0.5})), "warn"),
@@ -232,7 +232,7 @@ WRITTEN = (
             always({"stop/max_turns": 1.0, "stop/done": 0.0, "episode/success": 0.1}), "warn"),
     written("replies lose their form", "format_lost", since(HALF, always({"episode/valid": 0.2})), "warn"),
     written("nine of ten groups have zero variance", "mostly_zero_variance",
-            since(3, always({"group/flat": 0.9, "episode/success": 0.1, "reward/mean": 0.1})), "warn"),
+            since(3, always({"group/zero_variance": 0.9, "episode/success": 0.1, "reward/mean": 0.1})), "warn"),
     written("reward falls", "reward_falls", both(grows("reward/mean", 0.6, 0.1), grows("episode/success", 0.6, 0.1))),
     written("reward rises while success falls", "reward_hacked", grows("episode/success", 0.6, 0.1)),
     written("reward rises while held-out success falls", "reward_hacked",

@@ -17,8 +17,8 @@ from typer.testing import CliRunner, Result
 
 from arborl.cli.main import app
 from arborl.config import RunConfig
-from arborl.config.base import Config
-from arborl.config.load import load
+from arborl.config.config_base import Config
+from arborl.config.load_config import load
 from arborl.diagnosis import examine_run
 from arborl.diagnosis.episode_rules import EPISODE_RULES
 from arborl.diagnosis.run_folder import match_rules
@@ -30,7 +30,7 @@ from arborl.doctor.model_check import STEP_CHECKS, examine_model
 
 RULES = [*STEP_RULES, *TREND_RULES, *EPISODE_RULES]
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
-DISAGREE = always({"policy/rollout_gap": 0.3})
+DISAGREE = always({"policy/logprob_diff": 0.3})
 
 
 def call(*arguments: str) -> Result:
@@ -40,7 +40,7 @@ def call(*arguments: str) -> Result:
 def test_a_healthy_run_exits_with_0(tmp_path):
     result = call(str(runs.write(tmp_path / "run")))
     assert result.exit_code == 0
-    assert "Healthy" in result.stdout
+    assert "No problems found" in result.stdout
 
 
 def test_a_run_of_three_steps_is_not_called_healthy(tmp_path):

@@ -18,9 +18,9 @@ from worlds import Copies
 
 from arborl.config.load_config import load
 from arborl.errors import LearnerRankLost
-from arborl.learner import launch
-from arborl.learner.run_store import JoinInfo
-from arborl.rollout.store import EpisodeStore
+from arborl.learner.distributed import launch
+from arborl.learner.distributed.run_store import JoinInfo
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.training_run import train
 
 TWO = [*SMALL, "learner.ranks=2", "evaluation.tasks=0", "track.gifs=0"]

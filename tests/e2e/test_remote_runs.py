@@ -15,8 +15,8 @@ from fake_server import FakeServer
 from arborl.cli.main import app
 from arborl.config.config_base import validate
 from arborl.config.run_config import RunConfig
-from arborl.engines import replicas
-from arborl.engines.http import HttpEngine
+from arborl.engines.remote import replicas
+from arborl.engines.remote.http_engine import HttpEngine
 from arborl.errors import ConfigError
 from arborl.rollout.episode_store import EpisodeStore
 from arborl.track.jsonl import read_metrics

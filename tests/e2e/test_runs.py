@@ -20,7 +20,7 @@ from arborl.checkpoint.manifest import write_manifest
 from arborl.cli.main import app
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.games.frozen_lake import FrozenLake
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.track.jsonl import read_metrics
 from arborl.types import Message
 

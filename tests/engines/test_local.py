@@ -26,13 +26,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from arborl.config.run import LearnerConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.engines.local import LocalEngine
 from arborl.engines.local.sampler import SamplingBatch, sample_tokens, uniform_numbers
 from arborl.engines.local.scheduler import EngineRequest, InputBatch
 from arborl.errors import EngineError
 from arborl.learner.core.learner import Learner
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Call, Episode, FinishReason, Group, Sampling, Task
 
 

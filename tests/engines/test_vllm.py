@@ -9,7 +9,7 @@ import importlib.util
 import pytest
 import torch
 
-from arborl.config.run import LoraConfig
+from arborl.config.run_config import LoraConfig
 from arborl.engines.remote.vllm_engine import VllmEngine
 from arborl.engines.remote.weight_sync import PROBE_PROMPT, WeightProbe
 from arborl.models.lora import add_lora

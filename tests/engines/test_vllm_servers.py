@@ -23,7 +23,7 @@ from arborl.engines.remote.padded_heads import export_padded
 from arborl.engines.remote.vllm_process import WORKER_DIR, kill_process_group
 from arborl.engines.remote.weight_sync import PROBE_PROMPT, WeightProbe
 from arborl.models.model_loading import load_model, resolve
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.track.jsonl import read_metrics
 from arborl.types import Sampling
 

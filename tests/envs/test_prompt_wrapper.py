@@ -21,10 +21,10 @@ from arborl.envs.games.conversation import Conversation
 from arborl.envs.games.frozen_lake import RULES, FrozenLake
 from arborl.envs.prompt_wrapper import PromptLimits, prepend_system_prompt, wrap_with_prompt
 from arborl.errors import ConfigError
-from arborl.models.find import SEEDLING_DIR
-from arborl.rollout.recorder import Limits
-from arborl.rollout.runner import Cast, Rollout
-from arborl.rollout.workers import Workers
+from arborl.models.model_files import SEEDLING_DIR
+from arborl.rollout.recorder import EpisodeLimits
+from arborl.rollout.runner import EpisodeFactories, Rollout
+from arborl.rollout.env_workers import Workers
 from arborl.training_run.part_factory import RunPartFactory, replies
 from arborl.types import Message, Sampling, Task
 
@@ -246,7 +246,7 @@ def test_a_system_prompt_stands_before_what_the_row_has_of_its_own():
 def cast_of(tmp_path, rows, **settings):
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     config = from_kwargs(data=str(tmp_path / "rows.json"), rewards=["exact"], engine="scripted", **settings)
-    workshop = Workshop(config, {})
+    workshop = RunPartFactory(config, {})
     return workshop.cast(), workshop.source(Renderer.from_folder(SEEDLING_DIR))[0]
 
 

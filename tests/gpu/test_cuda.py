@@ -11,9 +11,9 @@ import torch
 import arborl
 from arborl.config.run_config import LearnerConfig
 from arborl.engines.local import LocalEngine
-from arborl.learner.learner import Learner
+from arborl.learner.core.learner import Learner
 from arborl.models.model_loading import load_model, resolve
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.track.jsonl import read_metrics
 from arborl.types import Call, Episode, Group, Sampling, Task
 

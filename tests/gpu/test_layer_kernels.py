@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from arborl.learner.attention_choice import why_wrong
-from arborl.learner.executor import DENSE, Way
-from arborl.learner.fused_layers import FUSED, fused_head
-from arborl.learner.score import _head, score
+from arborl.learner.attention.path_selection import path_error
+from arborl.learner.attention.path_selection import DENSE, ExecutionPath
+from arborl.learner.attention.fused_layers import FUSED_OPS, fused_head
+from arborl.learner.core.tree_forward import _unfused_head, compute_outputs
 from arborl.models.fast_forward import rotate, signed_sin
 from arborl.models.sampling import DistributionParams
 from arborl.types import Sampling
@@ -49,7 +49,7 @@ def test_positions(device, dtype, size):
     angle = torch.randn(7, 1, size // 2, device=device)
     cos, sin = torch.cat([angle.cos()] * 2, -1).to(dtype), signed_sin(torch.cat([angle.sin()] * 2, -1)).to(dtype)
     both(
-        lambda x: FUSED.turn(x[:, :3], cos, sin),
+        lambda x: FUSED_OPS.turn(x[:, :3], cos, sin),
         lambda x: rotate(x[:, :3], cos.double(), sin.double()),
         [qkv],
         dtype,

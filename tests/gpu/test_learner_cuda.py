@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from arborl.algorithms.recipe import AlgorithmNeeds
-from arborl.config.run import LearnerConfig, LoraConfig
-from arborl.learner.attention_choice import why_wrong
-from arborl.learner.executor import Way
-from arborl.learner.learner import Learner
+from arborl.config.run_config import LearnerConfig, LoraConfig
+from arborl.learner.attention.path_selection import path_error
+from arborl.learner.attention.path_selection import ExecutionPath
+from arborl.learner.core.learner import Learner
 from arborl.models.lora import add_lora
 from arborl.models.model_loading import load_model, resolve
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Call, Completion, Episode, FinishReason, Forest, Group, Sampling, Task
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -10,11 +10,11 @@ from test_learner_cuda import Simple, forest_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from arborl.algorithms.recipe import AlgorithmNeeds
-from arborl.config.run import LearnerConfig, LoraConfig
-from arborl.learner.forecast import GIB, Planner
-from arborl.learner.learner import Learner
-from arborl.learner.memory import sizes_of
-from arborl.learner.score import rows_at_once
+from arborl.config.run_config import LearnerConfig, LoraConfig
+from arborl.learner.core.memory_forecast import GIB, MemoryPlanner
+from arborl.learner.core.learner import Learner
+from arborl.learner.core.memory_plan import model_sizes
+from arborl.learner.core.tree_forward import max_logit_rows
 from arborl.models.attention import ATTENTION_NAME
 from arborl.models.lora import add_lora
 from arborl.types import Sampling

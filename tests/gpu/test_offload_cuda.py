@@ -9,9 +9,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from arborl.algorithms.recipe import AlgorithmNeeds
-from arborl.config.run import LearnerConfig
-from arborl.learner import offload
-from arborl.learner.learner import Learner
+from arborl.config.run_config import LearnerConfig
+from arborl.learner.core import offload
+from arborl.learner.core.learner import Learner
 from arborl.models.attention import ATTENTION_NAME
 from arborl.types import Sampling
 

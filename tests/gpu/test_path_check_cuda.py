@@ -18,13 +18,13 @@ from arborl.engines.local.kv_cache import AttentionMetadata
 from arborl.engines.local.model_runner import ModelStep
 from arborl.engines.local.runner_selection import layers_mismatch
 from arborl.engines.local.sampler import SamplingBatch
-from arborl.learner.attention_choice import why_wrong
-from arborl.learner.executor import Way
+from arborl.learner.attention.path_selection import path_error
+from arborl.learner.attention.path_selection import ExecutionPath
 from arborl.models.execution_paths import count_fallbacks
 
 pytest.importorskip("triton", reason="engine_kernels need Triton")
 from arborl.engines.local import engine_kernels
-from arborl.learner import tree_kernels
+from arborl.learner.attention import tree_kernels
 
 pytestmark = pytest.mark.gpu
 

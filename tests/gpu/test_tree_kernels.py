@@ -12,16 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from arborl.learner import attention_choice, tree_plan
-from arborl.learner.attention_choice import Ways, why_wrong
-from arborl.learner.executor import DENSE, Way
-from arborl.learner.kernel_attention import KernelAttend
-from arborl.learner.packing import MicroBatch, pack
-from arborl.learner.score import score
-from arborl.learner.tree_attention import DenseAttend
-from arborl.learner.tree_plan import Tile, Tiles
+from arborl.learner.attention import tree_plan
+
+from arborl.learner.attention import path_selection
+from arborl.learner.attention.path_selection import PathSelector, path_error
+from arborl.learner.attention.path_selection import DENSE, ExecutionPath
+from arborl.learner.attention.kernel_attention import TritonTreeAttention
+from arborl.learner.core.packing import MicroBatch, pack
+from arborl.learner.core.tree_forward import compute_outputs
+from arborl.learner.attention.tree_attention import DenseAttention
+from arborl.learner.attention.tree_plan import Tile, Tiles
 from arborl.models.attention import NO_LIMITS, AttentionLimits
-from arborl.rollout.tree import grow, plant
+from arborl.rollout.token_trees import tree_of_sequences, build_token_trees
 from arborl.types import Sampling
 
 pytest.importorskip("triton")
@@ -127,7 +129,7 @@ def test_scores_so_large_that_their_exponentials_overflow(device):
     q, k, v = heads(batch, device, (2, 1, 16), torch.float32, False)
     attend = TritonTreeAttention(batch, device)
     attend.prepare([], 16, torch.float32, SMALL)
-    ours, dense = (numbers(a, q * 100, k, v, NO_LIMITS, 1.0) for a in (attend, DenseAttend(batch, device)))
+    ours, dense = (numbers(a, q * 100, k, v, NO_LIMITS, 1.0) for a in (attend, DenseAttention(batch, device)))
     for mine, theirs in zip(ours, dense, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
 

@@ -6,7 +6,7 @@ import asyncio
 import functools
 
 from arborl.config.load_config import load
-from arborl.rollout.store import to_json
+from arborl.rollout.episode_store import episode_to_json
 from arborl.seeds import derive
 from arborl.training_run.build import build
 

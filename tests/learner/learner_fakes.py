@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from arborl.algorithms.recipe import AlgorithmNeeds
-from arborl.config.algorithm_parts import TrustRegionConfig
+from arborl.config.algorithm_config import TrustRegionConfig
 from arborl.rollout.token_trees import build_token_trees
-from arborl.types import Call, Completion, Episode, Finish, Forest, Group, Sampling, Task, Terms, TokenTree
+from arborl.types import Call, Completion, Episode, FinishReason, Forest, Group, Sampling, Task, Terms, TokenTree
 
 SAMPLING = Sampling(temperature=0.7)
 
@@ -98,7 +98,7 @@ def batch_of(groups: list[Group], algorithm: Fake) -> tuple[Forest, Terms]:
 
 def gradients(learner, groups: list[Group], algorithm: Fake) -> tuple[float, list[torch.Tensor]]:
     """Loss and gradients of all trained parameters after `look`, `credit` and `backward`."""
-    forest = plant(groups)
+    forest = build_token_trees(groups)
     terms = algorithm.credit(groups, learner.score_terms(forest.trees, forest.terms, algorithm.needs))
     value = learner.backward(forest.trees, terms, algorithm)["policy/loss"]
     found = [g.clone() for g in learner.optimizer.gradients()]

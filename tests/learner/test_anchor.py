@@ -15,7 +15,7 @@ from arborl.config.algorithm_config import NARROW_CLIP, AlgorithmConfig
 from arborl.config.run_config import LearnerConfig
 from arborl.engines.local import LocalEngine
 from arborl.learner.core.learner import Learner
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Call, Episode, Group, Sampling, Task
 
 SAMPLING = Sampling(max_tokens=24)
@@ -53,7 +53,7 @@ def clipped(model, groups, settings: dict, **learning) -> tuple[float, dict[str,
     """The largest share of clipped terms over the steps of an update whose steps are too small to move a weight."""
     algorithm = make_algorithm(AlgorithmConfig(**settings))
     learner = Learner(copy.deepcopy(model), LearnerConfig(lr=1e-30, **learning), SAMPLING, algorithm.needs)
-    forest = plant(groups)
+    forest = build_token_trees(groups)
     terms = algorithm.credit(groups, learner.score_terms(forest.trees, forest.terms, algorithm.needs))
     metrics = learner.update(forest.trees, terms, algorithm)
     assert metrics["learner/steps"] > 0

@@ -7,7 +7,7 @@ import pytest
 
 from arborl.learner.core.packing import ForwardCosts
 from arborl.learner.distributed.learner_group import assign_balanced, rank_part, tree_owners, tree_work
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Call, Completion, Episode, FinishReason, Group, Task
 
 COSTS = ForwardCosts(token=12 * 4096.0**2, pair=2 * 4096.0)
@@ -33,7 +33,7 @@ def ragged(chance: np.random.Generator, groups: int, episodes: int) -> list[Grou
 @pytest.mark.parametrize(("groups", "ranks"), [(16, 2), (32, 4), (64, 8)])
 def test_ragged_batches_are_spread_within_five_percent(groups, ranks):
     for seed in range(3):
-        forest = plant(ragged(np.random.default_rng(seed), groups, 4))
+        forest = build_token_trees(ragged(np.random.default_rng(seed), groups, 4))
         owner = tree_owners(forest.trees, forest.terms, ranks, [np.arange(groups)], COSTS)
         load = np.bincount(owner, tree_work(forest.trees, forest.terms, COSTS), minlength=ranks)
         assert load.max() / load.mean() < 1.05

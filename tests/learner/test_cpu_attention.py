@@ -16,7 +16,7 @@ from arborl.learner.attention.cpu_kernels import CpuTreeAttention, attention_lib
 from arborl.learner.attention.path_selection import ExecutionPath, PathSelector, sample_micro_batch
 from arborl.learner.attention.tree_attention import DenseAttention
 from arborl.learner.core.packing import MicroBatch, pack
-from arborl.models.attention import FREE, Bounds
+from arborl.models.attention import NO_LIMITS, AttentionLimits
 from arborl.rollout.token_trees import build_token_trees, tree_of_sequences
 
 pytestmark = pytest.mark.skipif(attention_library() is None, reason="there is no C compiler")
@@ -167,7 +167,7 @@ def test_what_it_cannot_do_is_refused():
     batch = forest(bush(5, 1, 3))
     q, k, v = (x.detach() for x in given_to(batch, 2, 1, 4))
     with pytest.raises(ValueError, match="cap"):
-        CpuTreeAttention(batch, CPU)(0, q, k, v, 0.3, Bounds(cap=1.0))
+        CpuTreeAttention(batch, CPU)(0, q, k, v, 0.3, AttentionLimits(cap=1.0))
     with pytest.raises(ValueError, match="float32"):
         CpuTreeAttention(batch, CPU)(0, q.double(), k.double(), v.double(), 0.3)
 

@@ -13,8 +13,8 @@ from arborl.learner.attention.cpu_kernels import layers_library
 from arborl.learner.attention.fused_layers import FUSED_OPS, fused_head
 from arborl.learner.attention.path_selection import DENSE, ExecutionPath, PathSelector, sample_micro_batch
 from arborl.learner.core.tree_forward import _unfused_head, compute_outputs
-from arborl.models.lean import gated, norm, turn
-from arborl.models.sampling import Shape
+from arborl.models.fast_forward import gated_activation, norm, rotate
+from arborl.models.sampling import DistributionParams
 from arborl.types import Sampling
 
 pytestmark = pytest.mark.skipif(layers_library() is None, reason="there is no C compiler")
@@ -48,7 +48,7 @@ def test_norm_and_gate_equal_torchs(shape, threads):
 
     try:
         both_ways(with_weight(FUSED_OPS.norm), with_weight(norm), x, torch.randn(shape[1]))
-        both_ways(lambda a, b: FUSED_OPS.gated(nn.SiLU(), a, b), lambda a, b: gated(nn.SiLU(), a, b), x * 8, y)
+        both_ways(lambda a, b: FUSED_OPS.gated(nn.SiLU(), a, b), lambda a, b: gated_activation(nn.SiLU(), a, b), x * 8, y)
     finally:
         torch.set_num_threads(before)
 
@@ -59,7 +59,7 @@ def test_rotary_embedding_equals_torchs_also_for_a_view(heads, size):
     x, angle = torch.randn(77, heads + 2, size), torch.randn(77, 1, size)
     cos, sin = angle.cos(), angle.sin()
     both_ways(
-        lambda x: FUSED_OPS.turn(x[:, :heads], cos, sin), lambda x: turn(x[:, :heads], cos.double(), sin.double()), x
+        lambda x: FUSED_OPS.turn(x[:, :heads], cos, sin), lambda x: rotate(x[:, :heads], cos.double(), sin.double()), x
     )
 
 

@@ -15,9 +15,9 @@ from arborl.config.load_config import load
 from arborl.config.run_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.core.learner import Learner
-from arborl.models.attention import NAME
-from arborl.models.find import resolve
-from arborl.models.scalar import load_origin
+from arborl.models.attention import ATTENTION_NAME
+from arborl.models.model_files import resolve
+from arborl.models.output_heads import load_critic_init
 from arborl.types import Sampling
 
 SIZES = {

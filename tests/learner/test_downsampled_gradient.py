@@ -9,10 +9,10 @@ import pytest
 import torch
 from learner_fakes import SAMPLING, Fake, assert_same
 
-from arborl.config.run import LearnerConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.learner.core.learner import Learner
-from arborl.rollout.downsample import thin
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import downsample_branches
+from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Call, Completion, Episode, FinishReason, Group, Task
 
 BRANCHES = 4
@@ -35,7 +35,7 @@ def test_the_mean_over_all_draws_is_the_gradient_of_all_branches(tiny_llama, kin
     algorithm = Fake(kind, reference=True, proximal=True)
     learner = Learner(tiny_llama, LearnerConfig(), SAMPLING, algorithm.needs)
     groups = forgetful()
-    forest = plant(groups)
+    forest = build_token_trees(groups)
     terms = algorithm.credit(groups, learner.score_terms(forest.trees, forest.terms, algorithm.needs))
     terms = dataclasses.replace(terms, reference=terms.reference - 0.1)  # one that differs, so that it pulls
 

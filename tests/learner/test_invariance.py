@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_fakes import SAMPLING, Fake, assert_same, gradients, random_groups
 
-from arborl.config.run import LearnerConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.learner.core.learner import Learner
 from arborl.types import Group
 

@@ -11,7 +11,7 @@ import torch
 from learner_fakes import SAMPLING, Fake, assert_same, batch_of, forest_of, gradients, random_groups
 
 from arborl.algorithms.recipe import AlgorithmNeeds
-from arborl.config.run import LearnerConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.learner.attention.path_selection import ATTENTION_BACKENDS, AttentionBackend
 from arborl.learner.attention.tree_attention import DenseAttention
 from arborl.learner.core.learner import Learner

@@ -12,8 +12,8 @@ from learner_fakes import SAMPLING, Fake, batch_of, random_groups
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from arborl.algorithms.recipe import AlgorithmNeeds
-from arborl.config.load import load
-from arborl.config.run import LearnerConfig, LoraConfig
+from arborl.config.load_config import load
+from arborl.config.run_config import LearnerConfig, LoraConfig
 from arborl.learner.attention.path_selection import ExecutionPath, hidden_states, sample_micro_batch
 from arborl.learner.core.learner import Learner
 from arborl.learner.core.memory_forecast import (
@@ -25,8 +25,8 @@ from arborl.learner.core.memory_forecast import (
     logit_rows,
 )
 from arborl.learner.core.memory_plan import describe_plan, model_sizes, plan_memory, plan_warning
-from arborl.models.attention import NAME
-from arborl.models.load import load_model, resolve
+from arborl.models.attention import ATTENTION_NAME
+from arborl.models.model_loading import load_model, resolve
 from arborl.models.lora import add_lora
 from arborl.models.model_loading import load_model, resolve
 

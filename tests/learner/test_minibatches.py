@@ -10,8 +10,8 @@ import torch
 from learner_fakes import SAMPLING, Fake, batch_of, forest_of, random_groups
 
 from arborl.algorithms import make_algorithm
-from arborl.config.algorithm import AlgorithmConfig
-from arborl.config.run import LearnerConfig
+from arborl.config.algorithm_config import AlgorithmConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.learner.core.learner import Learner
 from arborl.types import Group
 

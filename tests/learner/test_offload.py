@@ -9,7 +9,7 @@ import pytest
 import torch
 from learner_fakes import SAMPLING, Fake, batch_of, random_groups
 
-from arborl.config.run import LearnerConfig, LoraConfig
+from arborl.config.run_config import LearnerConfig, LoraConfig
 from arborl.learner.core import offload
 from arborl.learner.core.checkpoint_files import checkpoint_tensors
 from arborl.learner.core.learner import Learner

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from arborl.config.run import LearnerConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.learner.core.optimizer import Optimizer
 
 RATES = (1e-3, 1e-3)

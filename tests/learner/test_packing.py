@@ -20,7 +20,7 @@ from arborl.learner.core.packing import (
     segment_starts,
     split,
 )
-from arborl.rollout.tree import grow
+from arborl.rollout.token_trees import tree_of_sequences
 from arborl.types import Call, Completion, Episode, FinishReason, Group, Task, TokenTree
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=10), min_size=1, max_size=7)
@@ -116,7 +116,7 @@ def test_cuts_repeat_as_few_tokens_as_any_cuts_could(sequences, budget):
 
 
 def test_a_tree_within_the_budget_is_not_cut():
-    tree, _ = grow([[1, 2, 3, 4], [1, 2, 5]])
+    tree, _ = tree_of_sequences([[1, 2, 3, 4], [1, 2, 5]])
     assert segment_starts(tree, 5).tolist() == [0]
     assert segment_starts(tree, 4).tolist() == [0, 4]
     assert branch_starts(tree).tolist() == [0, 4]
@@ -138,8 +138,8 @@ def test_rows_are_taken_only_where_little_is_shared_and_rows_are_cheaper():
     cheap_tokens, dear_tokens = ForwardCosts(token=1.0, pair=1.0), ForwardCosts(token=1e6, pair=1.0)
     assert rows_are_cheaper(bush(5), cheap_tokens)
     assert not rows_are_cheaper(bush(5), dear_tokens)  # five tokens more cost more than the masks
-    assert not rows_are_cheaper(grow([stem, [*stem[:15], 1, 2, 3]])[0], cheap_tokens)
-    assert not rows_are_cheaper(grow([stem])[0], cheap_tokens)
+    assert not rows_are_cheaper(tree_of_sequences([stem, [*stem[:15], 1, 2, 3]])[0], cheap_tokens)
+    assert not rows_are_cheaper(tree_of_sequences([stem])[0], cheap_tokens)
 
 
 @pytest.mark.parametrize("seed", range(4))

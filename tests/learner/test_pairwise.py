@@ -10,8 +10,8 @@ import torch
 from arborl.config.training_config import LearnerConfig
 from arborl.errors import ConfigError, RunStopped
 from arborl.learner.core.pairwise import PairLearner, TextPair, fit, micro_batches
-from arborl.models.find import resolve
-from arborl.models.scalar import Scorer
+from arborl.models.model_files import resolve
+from arborl.models.output_heads import SequenceScorer
 from arborl.seeds import generator
 
 
@@ -71,7 +71,7 @@ def test_micro_batches_hold_every_pair_once_within_their_tokens():
 
 
 def train(pairs: list[TextPair], held: list[TextPair], seed: int = 5):
-    learner = PairLearner(Scorer(resolve("seedling"), "float32", "cpu", begin=True), LearnerConfig(lr=3e-3), 12)
+    learner = PairLearner(SequenceScorer(resolve("seedling"), "float32", "cpu", begin=True), LearnerConfig(lr=3e-3), 12)
     rows: list[dict[str, float]] = []
     best = fit(learner, pairs, held, 3, 4, seed, lambda *_: None, rows.append)
     return learner, rows, best

@@ -25,9 +25,9 @@ from arborl.learner.attention.path_selection import (
 )
 from arborl.learner.attention.tree_attention import DenseAttention
 from arborl.learner.core.packing import branch_starts, split
-from arborl.models.joined import NAME
-from arborl.models.lean import is_lean
-from arborl.models.place import place_of, stays_at
+from arborl.models.fused_linear import FUSED_ATTRIBUTE
+from arborl.models.fast_forward import has_fast_forward
+from arborl.models.model_loading import compute_device, set_compute_device
 from arborl.types import TokenTree
 
 
@@ -96,7 +96,7 @@ def test_block_attention_replaces_kernels_that_fail(monkeypatch, model, batch):
 
 
 def test_layers_are_fused_where_they_can_be_and_plain_at_last(monkeypatch, model, batch):
-    assert is_lean(model)
+    assert has_fast_forward(model)
     monkeypatch.setattr(path_selection, "supports_fused_layers", lambda model: True)
     monkeypatch.setattr(path_selection, "path_error", lambda model, way: tried.append(way) or "so")
     tried = []
@@ -161,8 +161,8 @@ def test_a_way_is_checked_where_no_matrix_is_trained(model):
 
 def test_a_model_that_is_left_to_the_library_lets_go_of_joined_weights(model):
     """A body of 7B kept 20 GiB of a GPU for products that it no longer ran."""
-    assert is_lean(model)
-    joined = weakref.ref(model.model.layers[0].self_attn.__dict__[NAME].weight)
+    assert has_fast_forward(model)
+    joined = weakref.ref(model.model.layers[0].self_attn.__dict__[FUSED_ATTRIBUTE].weight)
     PathSelector.check_all(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.float()

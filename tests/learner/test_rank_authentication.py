@@ -20,8 +20,8 @@ from learner_fakes import SAMPLING, Fake
 from strangers import as_other_user, reached, second_address, why_not
 from worlds import Copies, body, world
 
-from arborl.config.run import LearnerConfig
-from arborl.errors import ConfigError, LearnerLost
+from arborl.config.run_config import LearnerConfig
+from arborl.errors import ConfigError, LearnerRankLost
 from arborl.learner.distributed import rank_connections
 from arborl.learner.distributed.learner_group import LearnerGroup
 from arborl.learner.distributed.rank_worker import LearnerSpec
@@ -76,7 +76,7 @@ def test_a_stranger_that_calls_itself_a_rank_is_sent_no_pickle_and_runs_no_code(
     assert ready.wait(300)
     try:
         spec = LearnerSpec(CONFIG.model_copy(update={"strategy": "ddp", "ranks": 2}), SAMPLING, NEEDS, 0, 0, body)
-        with pytest.raises((ConfigError, LearnerLost), match="rank 1 did not join"):
+        with pytest.raises((ConfigError, LearnerRankLost), match="rank 1 did not join"):
             LearnerGroup(rendezvous, spec, body(), Nothing())
     finally:
         stranger.kill()
@@ -92,7 +92,7 @@ def test_a_line_whose_other_end_cannot_prove_itself_is_refused_before_anything_i
     monkeypatch.setattr(rank_connections, "proof", lambda session, *which: truth(session + "x", *which))
     rendezvous, info = Rendezvous.create(2)
     spec = LearnerSpec(CONFIG.model_copy(update={"strategy": "ddp", "ranks": 2}), SAMPLING, NEEDS, 0, 0, body)
-    with pytest.raises((ConfigError, LearnerLost), match="did not prove that it belongs to this run"):
+    with pytest.raises((ConfigError, LearnerRankLost), match="did not prove that it belongs to this run"):
         LearnerGroup(rendezvous, spec, body(), Copies(2, info))
 
 

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from arborl.algorithms.recipe import AlgorithmNeeds
-from arborl.config.run import LearnerConfig, LoraConfig
+from arborl.config.run_config import LearnerConfig, LoraConfig
 from arborl.learner.core import offload
 from arborl.learner.core.checkpoint_files import checkpoint_tensors
 from arborl.learner.core.learner import Learner
 from arborl.learner.core.offload import HostCopier
-from arborl.models.attention import NAME
+from arborl.models.attention import ATTENTION_NAME
 from arborl.models.lora import add_lora
 
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from arborl.config.load_config import from_kwargs, load
 from arborl.config.run_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.core.learner import Learner
-from arborl.rollout.store import from_json, to_json
-from arborl.rollout.tree import plant
+from arborl.rollout.episode_store import episode_from_json, episode_to_json
+from arborl.rollout.token_trees import build_token_trees
 from arborl.training_run.build import build
 from arborl.types import Group, Sampling, SamplingDistribution
 

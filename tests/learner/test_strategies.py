@@ -14,8 +14,8 @@ import torch
 from learner_fakes import SAMPLING, Fake, batch_of, random_groups
 from worlds import Copies, alone, body, world
 
-from arborl.config.run import LearnerConfig
-from arborl.errors import ConfigError, LearnerLost
+from arborl.config.run_config import LearnerConfig
+from arborl.errors import ConfigError, LearnerRankLost
 from arborl.learner.distributed.launch import check_ranks
 from arborl.learner.distributed.learner_group import LearnerGroup
 from arborl.learner.distributed.rank_connections import close_connections_to

@@ -20,11 +20,11 @@ from arborl.config.run_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.core.learner import Learner
 from arborl.learner.core.teacher import RemoteTeacher, branch_paths, check_tokenizer, open_teacher
-from arborl.models.attention import NAME
-from arborl.models.load import resolve
-from arborl.rollout.tree import plant
+from arborl.models.attention import ATTENTION_NAME
+from arborl.models.model_loading import resolve
+from arborl.rollout.token_trees import build_token_trees
 from arborl.trainer.training_batch import prepare_batch
-from arborl.types import Call, Completion, Episode, Finish, Group, Sampling, Task
+from arborl.types import Call, Completion, Episode, FinishReason, Group, Sampling, Task
 
 
 class Server(ThreadingHTTPServer):
@@ -146,7 +146,7 @@ def test_a_server_is_asked_each_branch_once_and_answers_for_every_token(form, se
     teacher = RemoteTeacher(server.url, wait=0.01)
     teacher.check(seedling[1].tokenizer, 1024)
     server.requests.clear()
-    forest = plant(GROUPS)
+    forest = build_token_trees(GROUPS)
     found = teacher.logprobs(forest.trees, forest.terms)
     assert found == pytest.approx(direct(big, GROUPS), abs=1e-5)
     assert sorted(server.requests) == [[5, 6, 7, 10, 11, 12], [5, 6, 7, 10, 13, 14, 15], [9, 20]]
@@ -230,7 +230,7 @@ def test_a_teacher_that_is_the_student_has_no_gradient_and_is_told(seedling, cap
         for one, pairs in _cut(GROUPS, old)
     ]
     with caplog.at_level(logging.WARNING):
-        kept, forest, terms = look(algorithm, learner, groups)
+        kept, forest, terms = prepare_batch(algorithm, learner, groups)
     assert "equal the policy's" in caplog.text
     metrics = learner.backward(forest.trees, algorithm.credit(kept, terms), algorithm)
     assert metrics["policy/loss"] == pytest.approx(0, abs=1e-6)

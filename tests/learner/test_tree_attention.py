@@ -12,7 +12,7 @@ from arborl.learner.attention import tree_attention
 from arborl.learner.attention.path_selection import cheapest_attention
 from arborl.learner.attention.tree_attention import BlockAttention, CausalAttention, DenseAttention
 from arborl.learner.core.packing import MicroBatch, pack
-from arborl.models.attention import Bounds
+from arborl.models.attention import AttentionLimits
 from arborl.rollout.token_trees import build_token_trees, tree_of_sequences
 from arborl.types import TokenTree
 
@@ -65,14 +65,14 @@ def assert_equal_to_the_rule(batch: MicroBatch, ways: list, seed: int, bounds: A
 )
 def test_blocks_and_squares_equal_the_rule_in_value_and_gradient(monkeypatch, forests, block, seed, bounds):
     monkeypatch.setattr(tree_attention, "BLOCK", block)
-    batch = batch_of([grow(sequences)[0] for sequences in forests])
+    batch = batch_of([tree_of_sequences(sequences)[0] for sequences in forests])
     assert_equal_to_the_rule(batch, [DenseAttention(batch, CPU), BlockAttention(batch, CPU)], seed, bounds)
 
 
 @settings(max_examples=15)
 @given(chains=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=5), bounds=BOUNDS)
 def test_chains_of_any_lengths_need_no_mask(chains, bounds):
-    batch = batch_of([grow([chain])[0] for chain in chains])
+    batch = batch_of([tree_of_sequences([chain])[0] for chain in chains])
     assert batch.is_unbranched
     assert_equal_to_the_rule(batch, [CausalAttention(batch, CPU)], 0, bounds)
 
@@ -82,7 +82,7 @@ def test_a_chain_needs_no_mask_a_fork_is_attended_densely_and_a_bush_in_blocks(b
     chance = np.random.default_rng(0)
     stem = chance.integers(0, 99, 50).tolist()
     twig = 10 if branches == 2 else 60
-    tree, _ = grow([stem + chance.integers(0, 99, twig).tolist() for _ in range(branches)])
+    tree, _ = tree_of_sequences([stem + chance.integers(0, 99, twig).tolist() for _ in range(branches)])
     assert cheapest_attention(batch_of([tree]), CPU) == expected
 
 

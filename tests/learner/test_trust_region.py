@@ -16,7 +16,7 @@ from arborl.errors import ConfigError
 from arborl.learner.core.learner import Learner
 from arborl.learner.core.packing import split
 from arborl.learner.core.trust_region import PolicyKL, conjugate_gradient
-from arborl.models.attention import NAME
+from arborl.models.attention import ATTENTION_NAME
 
 GROUPS = random_groups(0, groups=2, vocabulary=8)
 

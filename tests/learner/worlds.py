@@ -18,13 +18,13 @@ from learner_fakes import SAMPLING
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from arborl.algorithms.recipe import AlgorithmNeeds
-from arborl.config.run import LearnerConfig, LoraConfig
+from arborl.config.run_config import LearnerConfig, LoraConfig
 from arborl.learner.core.learner import Learner
 from arborl.learner.distributed.learner_group import LearnerGroup
 from arborl.learner.distributed.rank_worker import LearnerSpec
 from arborl.learner.distributed.rendezvous import Rendezvous
 from arborl.learner.distributed.run_store import JoinInfo
-from arborl.models.attention import NAME
+from arborl.models.attention import ATTENTION_NAME
 from arborl.models.lora import add_lora
 
 cloudpickle.register_pickle_by_value(learner_fakes)

@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from arborl.chat import Renderer
-from arborl.envs.frozen_lake import FrozenLake, best_moves
+from arborl.envs.games.frozen_lake import FrozenLake, best_moves
 from arborl.seedling.game_transcripts import play_game
 from arborl.seedling.transcript_base import PIECE, Transcript, pick
 from arborl.seeds import generator

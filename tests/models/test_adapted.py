@@ -24,11 +24,11 @@ from transformers import (
 from arborl.config.load_config import load
 from arborl.config.run_config import LearnerConfig, LoraConfig
 from arborl.engines.local import LocalEngine
-from arborl.learner.learner import Learner
+from arborl.learner.core.learner import Learner
 from arborl.models.fused_linear import LoraProduct, make_product
 from arborl.models.lora import add_lora, dropout_on, lora_factors
 from arborl.models.model_loading import load_model, resolve
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.training_run import train
 from arborl.types import Call, Episode, Group, Sampling, Task
 

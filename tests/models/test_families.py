@@ -12,13 +12,13 @@ import torch
 from model_families import FAMILIES, LEAN, VOCABULARY, family, plain_logits
 
 from arborl.engines.local import LocalEngine
-from arborl.learner.attention_choice import Ways
-from arborl.learner.executor import Way
-from arborl.learner.fused_layers import fusing_fits
-from arborl.learner.packing import pack
-from arborl.learner.score import score
+from arborl.learner.attention.path_selection import PathSelector
+from arborl.learner.attention.path_selection import ExecutionPath
+from arborl.learner.attention.fused_layers import supports_fused_layers
+from arborl.learner.core.packing import pack
+from arborl.learner.core.tree_forward import compute_outputs
 from arborl.models.fast_forward import has_fast_forward
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Call, Episode, Group, Sampling, Task
 
 CONTEXT = 64
@@ -115,5 +115,5 @@ def test_the_quick_ways_are_chosen_and_the_lean_way_where_it_is_known(name, capl
     made = forest(played(name))
     batch = pack(made.trees, [0], made.terms)
     with torch.no_grad():
-        assert Ways("blocks")(model, batch) == Way("blocks", fused=has_fast_forward(model) and fusing_fits(model))
+        assert PathSelector("blocks")(model, batch) == ExecutionPath("blocks", fused=has_fast_forward(model) and supports_fused_layers(model))
     assert "not used" not in caplog.text

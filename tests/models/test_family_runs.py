@@ -22,8 +22,8 @@ from arborl.errors import ConfigError
 from arborl.learner.core.learner import Learner
 from arborl.models.lora import add_lora, export_merged
 from arborl.models.path_check import check_tree_support
-from arborl.rollout.store import EpisodeStore
-from arborl.rollout.tree import plant
+from arborl.rollout.episode_store import EpisodeStore
+from arborl.rollout.token_trees import build_token_trees
 from arborl.track.jsonl import read_metrics
 from arborl.types import Call, Episode, Group, Sampling, Task
 
@@ -131,7 +131,7 @@ def test_in_float16_the_engine_says_what_the_learner_says(name):
 def test_tools_are_in_the_recorded_prompts_of_a_model_whose_template_has_no_place_for_them(tmp_path):
     """As that of smollm2, whose prompts never named them."""
     from arborl.chat import Renderer
-    from arborl.models.find import SEEDLING_DIR
+    from arborl.models.model_files import SEEDLING_DIR
     from arborl.models.smollm2 import TEMPLATE
 
     rows = tmp_path / "rows.jsonl"

@@ -51,7 +51,7 @@ def test_values_and_gradients_are_the_librarys(kind):
     model = random(kind)
     tokens, positions = torch.randint(0, 60, (20,)), torch.arange(3, 23)
     results = []
-    for way in (library_hidden_states, fast_forward.lean):
+    for way in (library_hidden_states, fast_forward.fast_hidden_states):
         model.zero_grad()
         out = way(model, tokens, positions, fast_forward.Causal())
         out.square().mean().backward()
@@ -66,9 +66,9 @@ def test_the_rows_that_are_wanted_are_those_of_the_whole_in_value_and_gradient(k
     tokens, positions, wanted = torch.randint(0, 60, (20,)), torch.arange(3, 23), torch.tensor([0, 4, 5, 13, 19])
     attend, results = fast_forward.Causal(), []
     ways = (
-        lambda: fast_forward.lean(model, tokens, positions, attend)[wanted],
-        lambda: fast_forward.lean(model, tokens, positions, attend, wanted=wanted),
-        lambda: fast_forward.lean(model, tokens, positions, attend, fast_forward.in_turn, wanted),
+        lambda: fast_forward.fast_hidden_states(model, tokens, positions, attend)[wanted],
+        lambda: fast_forward.fast_hidden_states(model, tokens, positions, attend, wanted=wanted),
+        lambda: fast_forward.fast_hidden_states(model, tokens, positions, attend, fast_forward.run_layers, wanted),
     )
     for way in ways:
         model.zero_grad()

@@ -13,16 +13,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from arborl.algorithms.recipe import AlgorithmNeeds
-from arborl.build import build
-from arborl.config.load import load
-from arborl.config.run import LearnerConfig, LoraConfig
+from arborl.training_run.build import build
+from arborl.config.load_config import load
+from arborl.config.run_config import LearnerConfig, LoraConfig
 from arborl.engines.local import LocalEngine
 from arborl.errors import ConfigError
-from arborl.learner.learner import Learner
+from arborl.learner.core.learner import Learner
 from arborl.models.fast_forward import fast_hidden_states, has_fast_forward
 from arborl.models.lora import adapter_copy, add_lora, dropout_on, export_merged, has_lora, load_4bit, with_adapter
 from arborl.models.model_loading import load_model, resolve
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.training_run.build import build
 from arborl.types import Call, Completion, Episode, FinishReason, Group, Sampling, Task
 

@@ -8,7 +8,7 @@ from peft import LoraConfig as PeftConfig
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from arborl.config.run import LoraConfig
+from arborl.config.run_config import LoraConfig
 from arborl.models.attention import ATTENTION_NAME
 from arborl.models.fused_linear import lora_linear
 from arborl.models.lora import ADAPTER_NAME, add_lora

@@ -28,7 +28,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 from arborl.cli.main import app
-from arborl.models.find import SEEDLING_DIR
+from arborl.models.model_files import SEEDLING_DIR
 
 SIZES = {"vocab_size": 2048, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = {**SIZES, "intermediate_size": 16, "tie_word_embeddings": False}

@@ -9,19 +9,19 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from arborl.config.run import LoraConfig
+from arborl.config.run_config import LoraConfig
 from arborl.engines.local import fused_forward, kv_cache, runner_selection
 from arborl.engines.local.block_pool import BlockPool
 from arborl.engines.local.cpu_runner import CpuModelRunner
 from arborl.engines.local.fused_forward import FusedForward
 from arborl.engines.local.model_runner import TorchModelRunner
 from arborl.engines.local.runner_selection import compiled_step_mismatch, layers_mismatch
-from arborl.learner import attention_choice
-from arborl.learner.attention_choice import why_wrong
-from arborl.learner.compiled_attention import compiled_fits
-from arborl.learner.executor import EXECUTORS, Executor, Way
-from arborl.learner.fused_layers import fusing_fits
-from arborl.learner.tree_attention import DenseAttend
+from arborl.learner.attention import path_selection
+from arborl.learner.attention.path_selection import path_error
+from arborl.learner.attention.cpu_kernels import supports_cpu_attention
+from arborl.learner.attention.path_selection import ATTENTION_BACKENDS, AttentionBackend, ExecutionPath
+from arborl.learner.attention.fused_layers import supports_fused_layers
+from arborl.learner.attention.tree_attention import DenseAttention
 from arborl.models import fast_forward, fused_linear
 from arborl.models.attention import ATTENTION_NAME, CausalAttention
 from arborl.models.execution_paths import count_fallbacks, execution_paths
@@ -289,10 +289,10 @@ class HalvedGradientAttend(DenseAttention):
 def test_wrong_attention_over_trees_is_rejected(layers, weights, dtype, wrong, monkeypatch):
     model = model_of("llama", dtype, weights)
     if layers == "library":
-        fast_forward.leave_to_library(model)
-    assert why_wrong(model, Way("blocks")) is None
-    monkeypatch.setitem(EXECUTORS, "blocks", Executor(wrong))
-    assert why_wrong(model, Way("blocks")) is not None
+        fast_forward.use_library_forward(model)
+    assert path_error(model, ExecutionPath("blocks")) is None
+    monkeypatch.setitem(ATTENTION_BACKENDS, "blocks", AttentionBackend(wrong))
+    assert path_error(model, ExecutionPath("blocks")) is not None
 
 
 @pytest.mark.parametrize("wrong", ["value", "gradient"])

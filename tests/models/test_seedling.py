@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from arborl.chat import Conversations
-from arborl.models.find import SEEDLING_DIR
+from arborl.models.model_files import SEEDLING_DIR
 from arborl.seedling.make import assistant_mask, chat_template
 from arborl.seedling.transcript_rows import WRITERS, write
 from arborl.seeds import generator
@@ -62,7 +62,7 @@ def test_incremental_rendering_of_its_own_transcripts_equals_the_full_render(see
             renderer.text(transcript.messages[:end], transcript.tools)
         )
         tokens = (*renderer.tokenizer.encode(message.content), renderer.stop[0])
-        conversations.sampled(prompt, Completion(tokens, (0.0,) * len(tokens), Finish.STOP))
+        conversations.record(prompt, Completion(tokens, (0.0,) * len(tokens), FinishReason.STOP))
 
 
 def test_the_loss_covers_the_assistants_tokens_only():

@@ -40,7 +40,7 @@ def test_a_choice_is_right_wrong_or_none(text, worth):
 
 @pytest.mark.parametrize("reward", [MultipleChoice(exceeded=-2.0), ShortAnswer(exceeded=-2.0)])
 def test_an_episode_that_passed_a_limit_is_worth_the_penalty_whatever_it_stated(reward):
-    for stop in (Stop.CONTEXT_FULL, Stop.MAX_TURNS):
+    for stop in (StopReason.CONTEXT_FULL, StopReason.MAX_TURNS):
         assert value(reward, episode("B", stop, answer="B")) == -2.0
         assert value(reward, episode(None, stop, answer="B")) == -2.0
     assert value(reward, episode("B", metrics={"context/too_few_turns": 1.0}, answer="B")) == -1.0
@@ -162,7 +162,7 @@ def test_long_answers_and_passed_limits_are_not_sent():
     with Server((200, r"\boxed{True}")) as server:
         assert judged(server, "One. Two. Three. Four.") == -1.0
         judge = Judge(model="m", base_url=server.url)
-        assert value(judge, episode("Mira", Stop.CONTEXT_FULL, answer="Mira")) == -1.0
+        assert value(judge, episode("Mira", StopReason.CONTEXT_FULL, answer="Mira")) == -1.0
         assert not server.requests
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from arborl.rewards import REWARDS, Rewards, reward
 from arborl.rewards.reward import as_finite_numbers
-from arborl.types import Episode, Failure, Group, Message, Stop, Task, Turn
+from arborl.types import Episode, Failure, Group, Message, StopReason, Task, Turn
 
 
 def episode(text="42", name="e", **fields):

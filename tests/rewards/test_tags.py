@@ -3,7 +3,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.envs.answers import read_answer
+from arborl.envs.env import parse_answer
 from arborl.rewards.answers import final_part, last_tagged
 from arborl.rewards.code_tests import final_code
 

@@ -15,7 +15,7 @@ from arborl.rewards.efficiency import Efficient
 from arborl.rewards.score_function import ScoreFunction
 from arborl.rewards.text.library_rewards import HelpfulnessReward
 from arborl.rewards.text.text_reward import reward_function
-from arborl.tools import threads
+from arborl.tools.core import background_threads
 from arborl.track.jsonl import read_metrics
 from arborl.types import Episode, Group, Message, Task, Turn
 
@@ -112,7 +112,7 @@ def test_those_that_compute_run_few_at_a_time_so_that_none_uses_up_the_time_of_o
 
 
 def test_what_hangs_every_time_is_bounded_and_stated(released, monkeypatch, caplog):
-    monkeypatch.setattr(threads, "MOST", 3)
+    monkeypatch.setattr(background_threads, "MAX_HANGING_CALLS", 3)
 
     def judge(episode):
         released.wait(LONG)

@@ -7,14 +7,14 @@ import asyncio
 import pytest
 
 from arborl.agents.chat_agents import ChatAgent
-from arborl.build import build
+from arborl.training_run.build import build
 from arborl.busy_time import BusyTime
 from arborl.chat import Renderer
 from arborl.config.load_config import load
 from arborl.engines.local import LocalEngine
 from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.errors import ConfigError
-from arborl.models.load import load_model, resolve
+from arborl.models.model_loading import load_model, resolve
 from arborl.rollout import runner as module
 from arborl.rollout.env_workers import Workers
 from arborl.rollout.recorder import EpisodeLimits

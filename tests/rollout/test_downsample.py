@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.algorithms.aggregation import WEIGHTS
+from arborl.algorithms.loss_table import WEIGHTS
 from arborl.rollout.token_trees import branch_factors, build_token_trees, downsample_branches
 from arborl.seeds import generator
 from arborl.types import Call, Completion, Episode, FinishReason, Group, Task, Terms

@@ -16,7 +16,7 @@ from arborl.algorithms import make_algorithm
 from arborl.config.algorithm_config import AlgorithmConfig
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
-from arborl.envs.frozen_lake import FrozenLake
+from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.rollout.groups import DEFAULT_OPTIONS, GroupCollector, GroupOptions, split_spares
 from arborl.rollout.recorder import EpisodeLimits
 from arborl.rollout.runner import EpisodeFactories, Rollout
@@ -56,14 +56,14 @@ def test_the_first_to_finish_count_and_the_rest_are_cancelled():
 
 def test_a_redundant_member_takes_the_place_of_one_that_failed_which_is_reported():
     groups, counts, _ = play([Task("a")], 3, GroupOptions(redundancy=1), lambda task, m: 0.01 * m, fails=(1,))
-    assert [member(episode.id) for episode in groups[0].survivors] == [0, 2, 3]
+    assert [member(episode.id) for episode in groups[0].valid_episodes] == [0, 2, 3]
     assert len(groups[0].episodes) == 4
     assert counts["cancelled"] == 0
 
 
 def test_with_too_many_failures_a_group_is_what_is_left():
     groups, _, _ = play([Task("a")], 3, GroupOptions(redundancy=1), lambda task, m: 0.0, fails=(0, 1, 2))
-    assert [member(episode.id) for episode in groups[0].survivors] == [3]
+    assert [member(episode.id) for episode in groups[0].valid_episodes] == [3]
 
 
 def test_a_group_whose_time_is_up_goes_on_with_who_has_finished():

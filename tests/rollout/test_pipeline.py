@@ -86,7 +86,7 @@ class World:
                 for _ in range(2):  # a completion may straddle an update
                     stamps.append(max(self.version - self.behind, 0))
                     await asyncio.sleep(self.pause())
-                output = Completion((1, 2), (-1.0, -1.0), Finish.STOP, stamps[1], versions=tuple(stamps))
+                output = Completion((1, 2), (-1.0, -1.0), FinishReason.STOP, stamps[1], versions=tuple(stamps))
                 episode.calls.append(Call((0,), output, turn))
         except asyncio.CancelledError:
             self.cancelled.append(name)

@@ -17,7 +17,7 @@ from arborl.envs.env import Env, Observation, Step
 from arborl.rollout.recorder import EpisodeLimits
 from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.rollout.token_trees import build_token_trees
-from arborl.types import Group, Message, Sampling, Stop, Task, ToolSpec
+from arborl.types import Group, Message, Sampling, StopReason, Task, ToolSpec
 
 STOP = 0
 SHAPE = (

@@ -10,10 +10,10 @@ import pytest
 from arborl.agents.chat_agents import ChatAgent
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
-from arborl.envs.frozen_lake import FrozenLake
+from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.rollout.recorder import EpisodeLimits
 from arborl.rollout.runner import EpisodeFactories, Rollout
-from arborl.types import Message, Sampling, Stop, Task
+from arborl.types import Message, Sampling, StopReason, Task
 
 HELLO = Observation((Message("user", "hello"),))
 

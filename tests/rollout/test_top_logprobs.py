@@ -7,7 +7,7 @@ import math
 import pytest
 
 import arborl
-from arborl.config.run import RunConfig
+from arborl.config.run_config import RunConfig
 from arborl.rollout.episode_store import EpisodeStore
 from arborl.rollout.recorder import TopLogprobs
 
@@ -24,15 +24,15 @@ def episodes(folder, **settings):
 
 def test_rivals_are_kept_and_change_nothing(tmp_path):
     plain = episodes(tmp_path / "plain")
-    requests = episodes(tmp_path / "with_top_logprobs", **{"track.rivals": 3})
+    requests = episodes(tmp_path / "with_top_logprobs", **{"track.top_logprobs": 3})
     assert [[call.completion.tokens for call in one.calls] for one in requests] == [
         [call.completion.tokens for call in one.calls] for one in plain
     ]
-    assert all(call.rivals == () for one in plain for call in one.calls)
+    assert all(call.top_logprobs == () for one in plain for call in one.calls)
     for call in (call for one in requests for call in one.calls):
         output = call.completion
-        assert len(call.rivals) == len(output.tokens)
-        for token, logprob, others in zip(output.tokens, output.logprobs, call.rivals, strict=True):
+        assert len(call.top_logprobs) == len(output.tokens)
+        for token, logprob, others in zip(output.tokens, output.logprobs, call.top_logprobs, strict=True):
             assert len(others) == 3
             assert token not in [other for other, _ in others]
             assert math.exp(logprob) + sum(math.exp(chance) for _, chance in others) < 1.01

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.rollout.token_trees import build_token_trees, tree_of_sequences
-from arborl.types import Call, Completion, Episode, Failure, Finish, Group, Task, TokenTree
+from arborl.types import Call, Completion, Episode, Failure, FinishReason, Group, Task, TokenTree
 
 TOKEN = st.integers(0, 5)  # few tokens, so that prefixes are shared by chance
 

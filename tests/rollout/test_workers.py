@@ -21,15 +21,15 @@ from rollout_worlds import Allowed, Declared, Promising, Secretive, Sync
 from arborl import sandbox
 from arborl.agents.chat_agents import ChatAgent
 from arborl.engines.scripted import ScriptedEngine
-from arborl.envs.countdown import Countdown
-from arborl.envs.frozen_lake import FrozenLake
+from arborl.envs.games.countdown import Countdown
+from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.rollout import deadlines
 from arborl.rollout.env_processes import LocalEnvProcess, ProcessEnv, ProcessPool
 from arborl.rollout.env_workers import Workers, blocks
 from arborl.rollout.episode_store import episode_to_json
 from arborl.rollout.recorder import EpisodeLimits
 from arborl.rollout.runner import EpisodeFactories, Rollout
-from arborl.tools import threads
+from arborl.tools.core import background_threads
 from arborl.types import Message, Sampling, StopReason, Task
 
 

@@ -8,7 +8,7 @@ import pytest
 from arborl import sandbox
 from arborl.errors import EpisodeError, boundary, paused_deadlines
 from arborl.rewards import Rewards
-from arborl.rewards.code import CodeTests
+from arborl.rewards.code_tests import CodeTests
 from arborl.sandbox import SandboxLimits, SandboxPool
 from arborl.types import Episode, Group, Message, Task, Turn
 

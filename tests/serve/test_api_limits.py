@@ -24,7 +24,7 @@ NAMES = ApiKeys([KEY]).names
 KILLED_SERVER = f"""
 import asyncio, os, sys
 from pathlib import Path
-import arborl.tools.limit as limit
+import arborl.tools.core.rate_limit as limit
 limit.default_folder = lambda: Path(sys.argv[1])
 from arborl.serve.middleware import KeyRateLimits
 async def serve():
@@ -169,7 +169,7 @@ def test_the_circuit_breaker_opens_after_repeated_engine_failures(loaded):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("arborl.tools.limit.default_folder", lambda: tmp_path / "limits")
+    monkeypatch.setattr("arborl.tools.core.rate_limit.default_limit_dir", lambda: tmp_path / "limits")
     return tmp_path / "limits"
 
 

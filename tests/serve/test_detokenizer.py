@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.chat import Renderer
-from arborl.models.find import resolve
+from arborl.models.model_files import resolve
 from arborl.serve.choices import Detokenizer, StopMatcher
 
 

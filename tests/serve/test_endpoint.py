@@ -23,19 +23,19 @@ from arborl.envs.games.question import Question
 from arborl.errors import ConfigError
 from arborl.rewards.answers import POSTED, posted
 from arborl.rewards.reward import Rewards
-from arborl.rewards.rules import POSTED, posted
-from arborl.rollout.recorder import Limits
-from arborl.rollout.runner import Cast, Rollout
-from arborl.rollout.tree import plant
+from arborl.rewards.answers import POSTED, posted
+from arborl.rollout.recorder import EpisodeLimits
+from arborl.rollout.runner import EpisodeFactories, Rollout
+from arborl.rollout.token_trees import build_token_trees
 from arborl.serve.endpoint_agent import EndpointAgent
-from arborl.types import Message, Sampling, Stop, Task
+from arborl.types import Message, Sampling, StopReason, Task
 
 ROOT = Path(__file__).parents[2]
 TASK = Task("t", messages=(Message("user", "Add 97 and 62. Answer as <answer>number</answer>."),))
 
 
-def rollout_of(loaded, env=Question, limits=Limits(max_context=512), **args):  # noqa: B008
-    cast = Cast(agent=lambda task: EndpointAgent(**args), env=lambda task: env())
+def rollout_of(loaded, env=Question, limits=EpisodeLimits(max_context=512), **args):  # noqa: B008
+    cast = EpisodeFactories(agent=lambda task: EndpointAgent(**args), env=lambda task: env())
     return Rollout(loaded.engine, loaded.served.renderer, cast, Sampling(48), limits, concurrency=8)
 
 
@@ -169,7 +169,7 @@ def test_children_of_a_program_end_with_the_episode(loaded):
 def test_a_daemon_that_holds_the_output_pipe_ends_with_its_program(loaded):
     mark = uuid.uuid4().hex
     task = Task("t", (Message("user", mark),))
-    limits = Limits(max_context=512, episode_seconds=60.0)
+    limits = EpisodeLimits(max_context=512, episode_seconds=60.0)
     (episode,), _ = play(loaded, [task], limits=limits, command=process("starts_a_daemon"))
     assert episode.failure is None
     assert episode.answer
@@ -182,7 +182,7 @@ def test_an_output_pipe_held_by_a_foreign_process_does_not_block(loaded, tmp_pat
         listening.bind(str(tmp_path / "s"))
         listening.listen()
         task = Task("t", (Message("user", str(tmp_path / "s")),))
-        limits = Limits(max_context=512, episode_seconds=60.0)
+        limits = EpisodeLimits(max_context=512, episode_seconds=60.0)
         (episode,), _ = play(loaded, [task], limits=limits, command=process("passes_its_output_on"))
         line, _ = listening.accept()
         held = socket.recv_fds(line, 1, 1)[1]
@@ -195,9 +195,9 @@ def test_an_output_pipe_held_by_a_foreign_process_does_not_block(loaded, tmp_pat
 
 
 def test_a_slow_program_is_ended_by_the_deadline_of_the_episode(loaded):
-    limits = Limits(max_context=512, episode_seconds=1.0)
+    limits = EpisodeLimits(max_context=512, episode_seconds=1.0)
     (episode,), _ = play(loaded, limits=limits, command=process("sleeps"))
-    assert episode.stop is Stop.TIMEOUT
+    assert episode.stop is StopReason.TIMEOUT
     assert episode.failure.where.startswith("program ")
 
 
@@ -213,17 +213,17 @@ def test_a_function_that_fails_fails_its_episode(loaded, name, words):
 
 def test_a_program_that_dies_after_a_full_context_ends_with_context_full(loaded):
     (episode,), _ = play(loaded, call="endpoint_programs:too_long")
-    assert (episode.failure, episode.stop, len(episode.calls)) == (None, Stop.CONTEXT_FULL, 1)
+    assert (episode.failure, episode.stop, len(episode.calls)) == (None, StopReason.CONTEXT_FULL, 1)
 
 
 def test_a_program_may_shorten_its_prompt_after_a_full_context(loaded):
     (episode,), _ = play(loaded, call="endpoint_programs:shortens_its_prompt")
-    assert (episode.failure, episode.stop, len(episode.calls)) == (None, Stop.DONE, 1)
+    assert (episode.failure, episode.stop, len(episode.calls)) == (None, StopReason.DONE, 1)
 
 
 def test_max_calls_ends_a_program_that_calls_forever(loaded):
     (episode,), _ = play(loaded, call="endpoint_programs:calls_forever", max_calls=3)
-    assert (episode.failure, episode.stop, len(episode.calls)) == (None, Stop.MAX_TURNS, 3)
+    assert (episode.failure, episode.stop, len(episode.calls)) == (None, StopReason.MAX_TURNS, 3)
 
 
 def test_invalid_requests_are_refused_and_the_episode_continues(loaded):
@@ -254,7 +254,7 @@ def with_episode(loaded, work, context=512):
     from arborl.types import Episode
 
     async def inside():
-        limits = Limits(max_context=context)
+        limits = EpisodeLimits(max_context=context)
         recorder = Recorder(loaded.engine, loaded.served.renderer, Sampling(8), limits, Episode("e", TASK, 0))
         server = await EpisodeServer.get("127.0.0.1", 0)
         with server.open(ExternalEpisode(TASK, TASK.messages, Question(), recorder, 64)) as at:
@@ -367,9 +367,9 @@ class Counting(Env):
         return Step(Observation((Message("user", f"Step {self.steps}."),)), 1.0, terminated=self.steps == 3)
 
 
-@pytest.mark.parametrize(("most", "stop", "turns"), [(9, Stop.DONE, 3), (2, Stop.MAX_TURNS, 2)])
+@pytest.mark.parametrize(("most", "stop", "turns"), [(9, StopReason.DONE, 3), (2, StopReason.MAX_TURNS, 2)])
 def test_a_program_plays_an_environment_step_by_step(loaded, most, stop, turns):
-    limits = Limits(max_turns=most, max_context=512)
+    limits = EpisodeLimits(max_turns=most, max_context=512)
     (episode,), _ = play(loaded, env=Counting, limits=limits, call="endpoint_programs:steps")
     assert (episode.failure, episode.stop, len(episode.turns)) == (None, stop, turns)
     assert [call.turn for call in episode.calls] == list(range(turns))

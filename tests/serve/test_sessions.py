@@ -9,11 +9,11 @@ from pathlib import Path
 from serve_clients import client_of
 
 from arborl.agents import FunctionAgent
-from arborl.build import build_served
-from arborl.config.load import load
-from arborl.envs.documents import Documents
-from arborl.envs.wrapper import word_of
-from arborl.rollout.runner import Cast, Rollout
+from arborl.training_run.build import build_served
+from arborl.config.load_config import load
+from arborl.envs.games.documents_env import Documents
+from arborl.envs.wrapper import inner_attribute
+from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.serve.sessions import AgentSession, ServedAgents
 from arborl.types import Message, Task
 
@@ -23,7 +23,7 @@ SESSIONS = "/v1/agents/tool/sessions"
 
 def agents_with(loaded, function, env=None):
     agents = loaded.agents
-    cast = Cast(lambda task: FunctionAgent(function), env or agents.cast.env)
+    cast = EpisodeFactories(lambda task: FunctionAgent(function), env or agents.cast.env)
     return ServedAgents(agents.engine, agents.renderer, cast, agents.sampling, agents.limits, ("mine",))
 
 
@@ -64,7 +64,7 @@ def test_the_first_message_is_presented_as_the_run_environment_presents_a_task(l
 
     async def look(task, env, model):
         observation = await env.reset(task, 0)
-        observations.append((observation.messages, word_of(env, "document")))
+        observations.append((observation.messages, inner_attribute(env, "document")))
         await env.step(Message("assistant", "yes"))
 
     agents = agents_with(loaded, look, lambda task: Documents(tokens=100))
@@ -124,7 +124,7 @@ def test_a_document_reader_answers_in_a_session_as_in_a_rollout():
     async def run(task):
         env = served.cast.env(task)
         question = (await env.reset(task, 0)).messages[-1].content
-        fields = {"document_content": word_of(env, "document")}
+        fields = {"document_content": inner_attribute(env, "document")}
         episode = await Rollout(*parts, 4).play(task, 0, "plain", {"temperature": 0.0})
         agents = ServedAgents(*parts, ("statelm",))
         return episode, *await replies_to([question], agents, fields=fields, temperature=0.0)

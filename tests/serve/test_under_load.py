@@ -18,9 +18,9 @@ import pytest
 from serve_clients import CHAT, HELLO, client_of, running
 
 from arborl import checkpoint
-from arborl.config.base import dump_yaml
-from arborl.config.load import load
-from arborl.models.seedling import WEIGHTS
+from arborl.config.config_base import dump_yaml
+from arborl.config.load_config import load
+from arborl.models.model_files import SEEDLING_DIR
 from arborl.serve.api_server import make_app
 from arborl.serve.engine_backend import EngineBackend
 from arborl.serve.middleware import ApiKeys
@@ -184,7 +184,7 @@ def test_a_server_that_follows_a_run_drops_no_stream_at_a_new_checkpoint(tmp_pat
 
     def save(step):
         if step > 1 or not run.exists():
-            copy = lambda folder: shutil.copytree(WEIGHTS, folder / "model")  # noqa: E731
+            copy = lambda folder: shutil.copytree(SEEDLING_DIR, folder / "model")  # noqa: E731
             checkpoint.save(run / "checkpoints", step, copy, {}, keep=2)
 
     save(1)

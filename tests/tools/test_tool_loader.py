@@ -19,7 +19,8 @@ from arborl.config.load_config import from_kwargs, load
 from arborl.config.run_config import RunConfig
 from arborl.config.tool_config import ToolConfig
 from arborl.errors import ConfigError
-from arborl.tools import TOOLS, RateLimit, Toolbox, tool
+from arborl.tools import TOOLS, RateLimit, Toolbox
+from arborl.tools import tool
 from arborl.tools.core.call_policy import CallPolicy, LimitedTool
 from arborl.tools.tool_loader import ToolLoader
 from arborl.types import ToolCall, ToolResult, ToolSpec
@@ -94,8 +95,8 @@ def test_variables_of_other_systems_are_said_to_do_nothing(monkeypatch, caplog):
     from arborl.training_run.part_factory import RunPartFactory
 
     monkeypatch.setenv("RATE_LIMIT_PER_MINUTE", "60000")
-    workshop = Workshop(load(None, ["agent=tool", "tools=[calculator]"]), {})
-    workshop.tools(workshop.seats())
+    workshop = RunPartFactory(load(None, ["agent=tool", "tools=[calculator]"]), {})
+    workshop.tools()
     assert "the environment variable RATE_LIMIT_PER_MINUTE has no effect" in caplog.text
     assert "limit: {per_minute: N}" in caplog.text
 
@@ -260,7 +261,7 @@ def arrivals() -> Iterator[tuple[str, list[float]]]:
 
 CALLER = """
 import asyncio, json, sys
-from arborl.config.tools import ToolConfig
+from arborl.config.tool_config import ToolConfig
 from arborl.tools.tool_loader import OpenTools
 
 async def main():

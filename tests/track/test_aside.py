@@ -131,8 +131,8 @@ def test_one_that_hangs_holds_up_neither_the_steps_nor_the_end(caplog):
     [
         ({"trackers": ["nowhere.at.all:Tracker"]}, "cannot import 'nowhere.at.all'"),
         (
-            {"also": ["track_parts:NoTracker"]},
-            r"track.also.0=track_parts:NoTracker: a tracker must have log\(metrics, step\)",
+            {"trackers": ["track_parts:NoTracker"]},
+            r"track.trackers.0=track_parts:NoTracker: a tracker must have log\(metrics, step\)",
         ),
         (
             {"trackers": [{"name": "track_parts:Mine", "args": {"pth": "x"}}]},

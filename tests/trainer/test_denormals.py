@@ -6,7 +6,7 @@ import asyncio
 
 import torch
 
-from arborl.models.compiled import at_once
+from arborl.models.c_library import run_parallel
 from arborl.trainer.learner_thread import LearnerThread
 
 MANY = torch.full((1_000_000,), 1e-39)
@@ -33,5 +33,5 @@ def test_the_learner_thread_flushes_denormals_and_other_threads_do_not():
 
 def test_threads_of_compiled_code_flush_denormals():
     found = {}
-    at_once(lambda part: found.update({part: num_kept()}), 3)
+    run_parallel(lambda part: found.update({part: num_kept()}), 3)
     assert found == {0: len(MANY), 1: 0, 2: 0}  # the first is the caller's own thread

@@ -59,7 +59,7 @@ def test_a_step_that_learns_has_no_diagnosis():
     assert diagnose_step(FINE) is None
     assert step_remark(FINE) == ""
     assert diagnose_step({"step": 0, "evaluation/success": 0.0}) is None
-    assert diagnose_step(FINE | {"group/flat": 1.0}) is None  # an algorithm that does not compare
+    assert diagnose_step(FINE | {"group/zero_variance": 1.0}) is None  # an algorithm that does not compare
 
 
 def test_failing_tools_are_reported_for_a_step_that_learns():

@@ -118,8 +118,8 @@ def raised(text: str, place: str = "first") -> Failure:
 
 
 def test_failures_of_one_line_are_one_cause():
-    assert cause_of(raised("task 1")) == cause_of(raised("task 2, another"))
-    assert cause_of(raised("task 1")) != cause_of(raised("task 1", "second"))
+    assert failure_key(raised("task 1")) == failure_key(raised("task 2, another"))
+    assert failure_key(raised("task 1")) != failure_key(raised("task 1", "second"))
     late = [Failure("tool 'x'", "timeout", f"took longer than {n} s", "TimeoutError") for n in (1, 2)]
     assert failure_key(late[0]) == failure_key(late[1])
     assert failure_key(late[0]) != failure_key(Failure("tool 'x'", "timeout", "gone"))
@@ -136,7 +136,7 @@ def test_causes_are_counted_over_batches_and_survive_a_checkpoint():
 
 
 def test_the_number_of_causes_is_bounded_and_all_failures_are_counted(caplog):
-    failures, firsts = Failures(), Firsts(logging.getLogger("tests.failing"))
+    failures, firsts = Failures(), FirstFailureLogger(logging.getLogger("tests.failing"))
     for number in range(500):
         word = "".join(chr(97 + int(digit)) for digit in str(number))
         broken = Episode(word, Task("t"), failure=Failure("tool 'x'", "ValueError", f"{word}\n" * 1000))

@@ -17,9 +17,9 @@ import torch
 from arborl.algorithms import Recipe
 from arborl.config.algorithm_config import AlgorithmConfig
 from arborl.config.run_config import LearnerConfig
-from arborl.data.reading.given import GivenReader
+from arborl.data.reading.row_reader import OfflineRowReader
 from arborl.learner.core.learner import Learner
-from arborl.rollout.given import KINDS, GivenEpisodes
+from arborl.rollout.offline_episodes import ROW_KINDS, OfflineEpisodes
 from arborl.trainer.training_batch import prepare_batch
 from arborl.types import Sampling
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from arborl.config.load_config import load
-from arborl.engines.engine import PROBE
+from arborl.engines.engine import PROBE_SESSION
 from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.errors import ConfigError, RunStopped
 from arborl.models.attention import CausalAttention, library_hidden_states, logits
-from arborl.rollout.store import EpisodeStore, to_json
+from arborl.rollout.episode_store import EpisodeStore, episode_to_json
 from arborl.seeds import derive
 from arborl.track.jsonl import read_metrics
 from arborl.track.tracker import Trackers

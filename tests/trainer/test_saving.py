@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from arborl.checkpoint import complete, find, load_state
-from arborl.errors import CannotWrite
+from arborl.checkpoint import complete_checkpoints, find, load_state
+from arborl.errors import DiskWriteError
 from arborl.trainer.hooks import SaveCheckpoints
 
 

@@ -12,9 +12,9 @@ import torch
 from arborl.algorithms import make_algorithm
 from arborl.config.algorithm_config import AlgorithmConfig
 from arborl.config.run_config import LearnerConfig
-from arborl.learner.learner import Learner
+from arborl.learner.core.learner import Learner
 from arborl.trainer.training_batch import prepare_batch
-from arborl.types import Call, Completion, Episode, Finish, Group, Sampling, Stop, Task
+from arborl.types import Call, Completion, Episode, FinishReason, Group, Sampling, StopReason, Task
 
 NAN, RARE = float("nan"), 49
 
@@ -46,7 +46,7 @@ def test_a_non_finite_logprob_of_the_engine_fails_the_episode(tiny_llama, caplog
     groups = [group(0, 1.0, 0.0, 5.0), group(1, 1.0, 0.0)]
     with_completion(groups[0].episodes[2], logprobs=(-1.0, poison, -1.0))
     kept, terms, metrics = credited_batch(tiny_llama, groups, {"std": "none"})
-    assert [e.id for g in kept for e in g.survivors] == ["task-0/0", "task-0/1", "task-1/0", "task-1/1"]
+    assert [e.id for g in kept for e in g.valid_episodes] == ["task-0/0", "task-0/1", "task-1/0", "task-1/1"]
     assert set(terms.advantage) == {0.5, -0.5}  # the mean is that of those who stayed
     assert {name: count for name, count in metrics.items() if count} == {"dropped/failed": 1.0}
     assert "episode task-0/2 failed and is left out: engine: ArithmeticError" in caplog.text
@@ -130,7 +130,7 @@ def test_a_non_finite_bootstrap_value_fails_the_episode(tiny_llama, caplog):
     groups = [group(number, 1.0, 0.0) for number in range(2)]
     with_completion(groups[1].episodes[0], tokens=(7, 9, RARE))  # read by nothing but what follows
     for one in groups[1].episodes:
-        one.stop = Stop.MAX_TURNS
+        one.stop = StopReason.MAX_TURNS
     _, terms, _ = credited_batch(model, groups, {"name": "a2c", "bootstrap": True})
     assert "task-1/0 failed and is left out: critic" in caplog.text
     assert np.isfinite(terms.advantage).all()

@@ -10,7 +10,7 @@ import pytest
 
 from arborl.checkpoint import complete_checkpoints
 from arborl.errors import DiskWriteError
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.trainer.hooks import SaveCheckpoints, WriteEpisodes
 from arborl.types import Episode, Group, Task
 
@@ -87,7 +87,7 @@ def test_a_checkpoint_follows_the_episode_file_of_its_step(keep, tmp_path):
 
 
 def test_a_failed_episode_file_ends_the_run_at_the_next_step_without_a_checkpoint(keep, tmp_path):
-    keep.store.error = CannotWrite("disk full")
+    keep.store.error = DiskWriteError("disk full")
     after(keep, 1)
     keep.store.may_write.set()
     with pytest.raises(DiskWriteError, match="disk full"):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 import arborl
-from arborl.agents.chat import ChatAgent
+from arborl.agents.chat_agents import ChatAgent
 from arborl.envs.games.frozen_lake import FrozenLake
 
 

@@ -15,7 +15,7 @@ from arborl.config.load_config import load
 from arborl.errors import ConfigError
 from arborl.rollout.episode_store import EpisodeStore
 from arborl.track.jsonl import read_metrics
-from arborl.trainer.evaluate import warn_of_failures
+from arborl.trainer.evaluation import warn_of_failures
 from arborl.training_run import train
 from arborl.training_run.build import build, count_steps
 from arborl.types import Episode, Failure, Group, Task

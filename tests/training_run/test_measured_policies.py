@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 
-from arborl.models.load import resolve
+from arborl.models.model_loading import resolve
 from arborl.training_run.measure import MeasureOptions, policies, settings_of
 
 

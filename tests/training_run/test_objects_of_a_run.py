@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import arborl
 from arborl.cli.main import app
 from arborl.config.load_config import load
-from arborl.envs.frozen_lake import FrozenLake
+from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.training_run.object_names import name_objects
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "1 + 2"}}</tool_call>'

@@ -7,7 +7,7 @@ from PIL import Image
 
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.games.frozen_lake import FrozenLake
-from arborl.rollout.recorder import Limits, RecordedEnv
+from arborl.rollout.recorder import EpisodeLimits, RecordedEnv
 from arborl.seeds import derive
 from arborl.types import Call, Completion, Episode, FinishReason, Message, Task, Turn
 from arborl.view import Frame, replay, save_gif

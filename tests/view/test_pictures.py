@@ -8,7 +8,7 @@ import pytest
 from arborl.view.sources import sources_of
 from PIL import Image
 
-from arborl.types import Call, Completion, Episode, Finish, Task
+from arborl.types import Call, Completion, Episode, FinishReason, Task
 from arborl.view import context_length, plot_sources, write_report
 from arborl.view.context_length import edits_itself, lengths
 

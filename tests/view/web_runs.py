@@ -9,8 +9,8 @@ import numpy as np
 
 from arborl.chat.tokenizer import FileTokenizer
 from arborl.models.model_files import resolve
-from arborl.rollout.store import EpisodeStore
-from arborl.rollout.term_store import NUMBERS, TermStore
+from arborl.rollout.episode_store import EpisodeStore
+from arborl.rollout.term_store import VALUE_COLUMNS, TermStore
 from arborl.types import (
     Call,
     Completion,

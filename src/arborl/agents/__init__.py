@@ -16,7 +16,7 @@ AGENTS = Registry(
     {
         "chat": "arborl.agents.chat_agents:ChatAgent",
         "code": "arborl.agents.tool_agents:CodeAgent",
-        "endpoint": "arborl.serve.endpoint:EndpointAgent",  # in a higher layer: it uses the server's routes
+        "endpoint": "arborl.serve.endpoint_agent:EndpointAgent",  # in a higher layer: it uses the server's routes
         "react": "arborl.agents.tool_agents:ReactAgent",
         "statelm": "arborl.agents.context.statelm:StateLM",
         "step": "arborl.agents.chat_agents:StepAgent",

@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 from arborl.agents.agent_interface import Agent, Model
 from arborl.agents.context.managed_conversation import ContextPolicy, ManagedConversation
-from arborl.chat.formats.react import ReactParser, final_answer
+from arborl.chat.formats.react_format import ReactParser, final_answer
 from arborl.envs.env import Env
 from arborl.errors import ConfigError
 from arborl.tools import TOOLS
-from arborl.tools.injection import Context
-from arborl.tools.tool import AnyTool
-from arborl.tools.toolbox import Toolbox, as_tool
+from arborl.tools.core.tool_context import ToolContext
+from arborl.tools.core.tool import AnyTool
+from arborl.tools.core.toolbox import Toolbox, as_tool
 from arborl.types import Message, Task, ToolCall, ToolResult, ToolSpec
 
 FAILURE_KINDS = ("unknown_tool", "malformed", "arguments", "exception", "timeout")
@@ -74,7 +74,7 @@ class ToolLoopAgent(Agent):
 
     @abstractmethod
     async def process(
-        self, message: Message, context: Context, model: Model, last: bool
+        self, message: Message, context: ToolContext, model: Model, last: bool
     ) -> AgentAction | list[Message]:
         """Tool results that answer a message, or an action. In the last round always an action."""
 
@@ -84,7 +84,7 @@ class ToolLoopAgent(Agent):
 
     async def run(self, task: Task, env: Env, model: Model) -> None:
         model.count({"tool/offered": float(self.num_tools), **ZERO_COUNTS})
-        async with Context(task, getattr(model, "tokenizer", None)) as context:
+        async with ToolContext(task, getattr(model, "tokenizer", None)) as context:
             observation = await env.reset(task, task.seed)
             opening = self.opening(observation.messages)
             with ManagedConversation(model, opening, self.context, self.specs) as conversation:
@@ -96,7 +96,7 @@ class ToolLoopAgent(Agent):
                     conversation.add(action.message)
                     conversation.observe(step.observation.messages)
 
-    async def _next_action(self, conversation: ManagedConversation, context: Context, model: Model) -> AgentAction:
+    async def _next_action(self, conversation: ManagedConversation, context: ToolContext, model: Model) -> AgentAction:
         for left in range(self.max_tool_rounds, -1, -1):
             message = await conversation.sample(lambda messages: self.sample(messages, model))
             result = await self.process(message, context, model, last=left == 0)
@@ -106,7 +106,7 @@ class ToolLoopAgent(Agent):
         raise AssertionError("the last round always returns an action")
 
 
-def count_results(results: Sequence[ToolResult], context: Context, model: Model) -> None:
+def count_results(results: Sequence[ToolResult], context: ToolContext, model: Model) -> None:
     """Add tool results to the episode's metrics: calls, failures, failures by kind.
 
     `tool/used` is 1 for an episode with a call, so its mean is the share of episodes that use tools.
@@ -152,7 +152,7 @@ class ToolAgent(ToolLoopAgent):
         return await model.chat(messages, self.toolbox.specs)
 
     async def process(
-        self, message: Message, context: Context, model: Model, last: bool
+        self, message: Message, context: ToolContext, model: Model, last: bool
     ) -> AgentAction | list[Message]:
         calls = message.tool_calls
         if last:
@@ -209,7 +209,7 @@ class ReactAgent(ToolLoopAgent):
         return await model.chat(messages, stop=(OBSERVATION_STOP,))
 
     async def process(
-        self, message: Message, context: Context, model: Model, last: bool
+        self, message: Message, context: ToolContext, model: Model, last: bool
     ) -> AgentAction | list[Message]:
         answer = final_answer(message.content)
         if answer is not None:
@@ -294,7 +294,7 @@ class CodeAgent(ToolLoopAgent):
         return await model.chat(messages, stop=self.stop)
 
     async def process(
-        self, message: Message, context: Context, model: Model, last: bool
+        self, message: Message, context: ToolContext, model: Model, last: bool
     ) -> AgentAction | list[Message]:
         text = message.content
         code_at, answer_at = text.find(self.code_tags[0]), text.find(self.answer_tags[0])

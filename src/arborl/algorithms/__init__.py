@@ -23,7 +23,7 @@ from arborl.algorithms.custom_functions import object_finder
 from arborl.algorithms.loss_table import LOSSES, PREPARES, WEIGHTS
 from arborl.algorithms.recipe import Algorithm, AlgorithmNeeds, Recipe
 from arborl.algorithms.token_losses import LossParts, ModelOutputs, TermBatch
-from arborl.config.presets import PRESETS
+from arborl.config.algorithm_config import PRESETS
 
 __all__ = [
     "ADVANTAGES",

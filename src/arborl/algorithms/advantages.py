@@ -173,4 +173,4 @@ ADVANTAGES: dict[str, Advantage] = {
     "turn_discounted": per_turn(_turn_discounted),
     "rae": per_episode(_rae),
 }
-"""The settings that each reads are in `arborl.config.presets`."""
+"""The settings that each reads are in `arborl.config.algorithm_config`."""

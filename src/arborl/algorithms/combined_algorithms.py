@@ -17,10 +17,10 @@ from arborl.algorithms.custom_functions import FindObject
 from arborl.algorithms.recipe import Algorithm, AlgorithmNeeds, Recipe, drop_metrics
 from arborl.algorithms.selection import select
 from arborl.algorithms.token_losses import LossParts, ModelOutputs, TermBatch
-from arborl.config.algorithm import AlgorithmConfig
-from arborl.config.algorithm_parts import TrustRegionConfig
+from arborl.config.algorithm_config import AlgorithmConfig
+from arborl.config.algorithm_config import TrustRegionConfig
 from arborl.registry import load
-from arborl.types import GIVEN, Group, Ints, Metrics, Terms
+from arborl.types import NOT_SAMPLED, Group, Ints, Metrics, Terms
 
 Record = TypeVar("Record", ModelOutputs, TermBatch)
 DEFAULT = ""
@@ -93,7 +93,7 @@ class PerSourceAlgorithm(Algorithm):
         self._sources = [self.source_of(group) for group in groups]
         self._share = {}
         columns = {name: getattr(terms, name).copy() for name in CREDITED}
-        sizes = np.array([len(group.survivors) for group in groups], dtype=np.int64)
+        sizes = np.array([len(group.valid_episodes) for group in groups], dtype=np.int64)
         for name, part in self.parts.items():
             numbers = np.array([n for n, source in enumerate(self._sources) if source == name], dtype=np.int64)
             rows = credit_part(part, groups, terms, numbers, columns)
@@ -197,7 +197,7 @@ class SourceWeightedAlgorithm(WrappedAlgorithm):
     def credit(self, groups: Sequence[Group], terms: Terms) -> Terms:
         credited = self.inner.credit(groups, terms)
         factors = np.array([self.weights.get(group.task.source, 1.0) for group in groups])
-        episodes = np.array([len(group.survivors) for group in groups], dtype=np.float64)
+        episodes = np.array([len(group.valid_episodes) for group in groups], dtype=np.float64)
         if not len(credited):
             return credited
         mean = float((factors * episodes).sum() / episodes.sum())
@@ -256,7 +256,7 @@ class DemonstrationAlgorithm(WrappedAlgorithm):
         columns = {name: getattr(terms, name).copy() for name in CREDITED}
         demonstration_G = np.array([_is_demonstration(group) for group in groups], dtype=bool)
         self._sampled_number_G = np.cumsum(~demonstration_G) - 1
-        self._num_terms, self._num_sampled = len(terms), int((terms.version != GIVEN).sum())
+        self._num_terms, self._num_sampled = len(terms), int((terms.version != NOT_SAMPLED).sum())
         credit_part(self.inner, groups, terms, np.flatnonzero(~demonstration_G), columns)
         rows = credit_part(self.imitation, groups, terms, np.flatnonzero(demonstration_G), columns)
         columns["weight"][rows] *= self._factor
@@ -267,12 +267,12 @@ class DemonstrationAlgorithm(WrappedAlgorithm):
         return 1.0 if self._only_demonstrations else self.weight
 
     def count(self, terms: Terms) -> float:
-        sampled = terms.version != GIVEN
+        sampled = terms.version != NOT_SAMPLED
         return self.inner.count(terms.pick(sampled)) if sampled.any() else self.imitation.count(terms)
 
     def prepare(self, now_M: Tensor, terms: TermBatch) -> Tensor:
         out_M = now_M.new_zeros(len(now_M), 2)
-        rows = (terms.version_M != GIVEN).nonzero()[:, 0]
+        rows = (terms.version_M != NOT_SAMPLED).nonzero()[:, 0]
         if len(rows):
             out_M[rows] = self.inner.prepare(now_M[rows], self._pick(terms, rows))
         return out_M
@@ -286,7 +286,7 @@ class DemonstrationAlgorithm(WrappedAlgorithm):
     def loss(self, outputs: ModelOutputs, terms: TermBatch) -> LossParts:
         """The vectors of each part are scaled so that their means over all terms are means over the part's terms."""
         loss_M, logged = torch.zeros_like(outputs.logprob_M), dict[str, Tensor]()
-        demonstration_M = terms.version_M == GIVEN
+        demonstration_M = terms.version_M == NOT_SAMPLED
         for part, chosen_M in ((self.inner, ~demonstration_M), (self.imitation, demonstration_M)):
             rows = chosen_M.nonzero()[:, 0]
             if not len(rows):
@@ -317,8 +317,8 @@ def credit_part(part: Algorithm, groups: Sequence[Group], terms: Terms, numbers:
 
 def renumbered(terms: Terms, numbers: Ints, groups: Sequence[Group]) -> Terms:
     """The terms of the groups with these numbers, numbered as if there were no other groups."""
-    episodes = np.array([len(group.survivors) for group in groups])
-    calls = np.array([sum(len(episode.calls) for episode in group.survivors) for group in groups])
+    episodes = np.array([len(group.valid_episodes) for group in groups])
+    calls = np.array([sum(len(episode.calls) for episode in group.valid_episodes) for group in groups])
     return dataclasses.replace(
         terms,
         tree=np.searchsorted(numbers, terms.tree),
@@ -347,4 +347,4 @@ def spread(vector: Tensor, rows: Tensor, size: int) -> Tensor:
 
 
 def _is_demonstration(group: Group) -> bool:
-    return any(episode.given for episode in group.episodes)
+    return any(episode.is_offline for episode in group.episodes)

@@ -20,10 +20,10 @@ from torch import Tensor
 from arborl.algorithms.advantages import Credit, Memory, arrays_of, over_branches
 from arborl.algorithms.loss_table import anchor, known
 from arborl.algorithms.token_losses import LossParts, ModelOutputs, TermBatch
-from arborl.config.algorithm import AlgorithmConfig, is_own
+from arborl.config.algorithm_config import AlgorithmConfig, is_custom
 from arborl.errors import ConfigError, did_you_mean
 from arborl.registry import load
-from arborl.types import Call, Completion, Episode, Finish, Floats, Group, Message, Task, Terms, Turn
+from arborl.types import Call, Completion, Episode, FinishReason, Floats, Group, Message, Task, Terms, Turn
 
 T = TypeVar("T")
 FindObject = Callable[[str, str], Any]
@@ -39,7 +39,7 @@ def object_finder(objects: Mapping[str, Any]) -> FindObject:
 
 ADVANTAGE_INPUTS = {
     "rewards": "a list of arrays, one per group: the reward of each of its episodes",
-    "groups": "the groups, `arborl.types.Group`; failed episodes are not among their `survivors`",
+    "groups": "the groups, `arborl.types.Group`; failed episodes are not among their `valid_episodes`",
     "terms": "one row per sampled token, `arborl.types.Terms`",
     "value": "the critic's estimate at each token; return two arrays then, advantage and target",
     "memory": "a dict that is kept from step to step and saved as JSON",
@@ -195,9 +195,9 @@ def custom_parts(config: AlgorithmConfig, find: FindObject = load) -> tuple[Cust
     """The custom advantage and loss of a configuration. Every setting of `algorithm.args` must belong to one of
     them."""
     advantage = loss = None
-    if is_own(config.advantage):
+    if is_custom(config.advantage):
         advantage = CustomAdvantage("advantage", config.advantage, find(config.advantage, "advantage"), config.args)
-    if is_own(config.loss):
+    if is_custom(config.loss):
         loss = CustomLoss("loss", config.loss, find(config.loss, "loss"), config.args)
     both = [one for one in (advantage, loss) if one is not None]
     settings = [name for one in both for name in one.settings]
@@ -291,7 +291,7 @@ def small_groups() -> list[Group]:
             for turn in range(1 + place % 2):
                 tokens = tuple(range(5, 6 + place + turn))
                 logprobs = tuple(-0.5 - 0.1 * token for token in tokens)
-                calls.append(Call(prompt, Completion(tokens, logprobs, Finish.STOP), turn))
+                calls.append(Call(prompt, Completion(tokens, logprobs, FinishReason.STOP), turn))
                 prompt = (*prompt, *tokens, 3)
             turns = [Turn(Message("assistant", "…"), reward=0.0) for _ in calls]
             one = Episode(f"small-{number}#{place}", task, turns=turns, calls=calls, rewards={"r": reward})
@@ -306,7 +306,7 @@ def small_terms(groups: list[Group]) -> Terms:
     logprobs: list[float] = []
     episodes = calls = 0
     for number, group in enumerate(groups):
-        for episode in group.survivors:
+        for episode in group.valid_episodes:
             for call in episode.calls:
                 tokens = call.completion.tokens
                 rows += [(number, n, token, episodes, calls, call.turn) for n, token in enumerate(tokens)]

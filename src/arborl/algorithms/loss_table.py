@@ -17,7 +17,7 @@ from torch import Tensor
 from arborl.algorithms import preference_losses, token_losses
 from arborl.algorithms.statistics import shares
 from arborl.algorithms.token_losses import LossParts, ModelOutputs, TermBatch
-from arborl.config.algorithm import AlgorithmConfig
+from arborl.config.algorithm_config import AlgorithmConfig
 from arborl.types import Floats, Ints, Terms
 
 Loss = Callable[[ModelOutputs, TermBatch, AlgorithmConfig], LossParts]
@@ -33,7 +33,7 @@ def known(column: Tensor | None, name: str) -> Tensor:
 
 def anchor(terms: TermBatch, config: AlgorithmConfig) -> Tensor:
     """The log-probabilities in the denominator of the ratio."""
-    return known(terms.proximal_M, "proximal") if config.against == "proximal" else terms.old_M
+    return known(terms.proximal_M, "proximal") if config.ratio_policy == "proximal" else terms.old_M
 
 
 def _ppo(outputs: ModelOutputs, terms: TermBatch, config: AlgorithmConfig) -> LossParts:

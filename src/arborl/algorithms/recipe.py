@@ -21,8 +21,8 @@ from arborl.algorithms.reward_arrays import kl_costs, with_overlong_penalty
 from arborl.algorithms.selection import reasons, select
 from arborl.algorithms.statistics import whitened, whitened_by_token
 from arborl.algorithms.token_losses import KL, LossParts, ModelOutputs, TermBatch, adapt_kl_coef, value_loss
-from arborl.config.algorithm import AlgorithmConfig, loss_reads
-from arborl.config.algorithm_parts import TrustRegionConfig
+from arborl.config.algorithm_config import AlgorithmConfig, settings_read_by_loss
+from arborl.config.algorithm_config import TrustRegionConfig
 from arborl.registry import load
 from arborl.types import Floats, Group, Metrics, Terms
 
@@ -133,13 +133,13 @@ class Recipe(Algorithm):
     @property
     def needs(self) -> AlgorithmNeeds:
         config = self.config
-        reads, (custom, custom_loss) = loss_reads(config.loss), self.custom
+        reads, (custom, custom_loss) = settings_read_by_loss(config.loss), self.custom
         credited = "advantage" in reads
-        anchored = config.loss == "decoupled_ppo" or ("anchor" in reads and config.against == "proximal")
+        anchored = config.loss == "decoupled_ppo" or ("anchor" in reads and config.ratio_policy == "proximal")
         searched = config.loss == "trpo"  # its line search computes the loss again after weights have moved
         return AlgorithmNeeds(
-            proximal=config.guard.kind != "none"
-            or config.kl_in_reward
+            proximal=config.importance_weights.kind != "none"
+            or config.has_kl_in_reward
             or (anchored and searched)
             or self._needs_mismatched,
             anchor=anchored and not searched,
@@ -177,7 +177,7 @@ class Recipe(Algorithm):
     def credit(self, groups: Sequence[Group], terms: Terms) -> Terms:
         config, self.credit_metrics = self.config, {}
         groups = [with_overlong_penalty(group, config.overlong) for group in groups]
-        if "advantage" not in loss_reads(config.loss):
+        if "advantage" not in settings_read_by_loss(config.loss):
             return self._credit_without_advantage(groups, terms)
         rule = self.custom[0] or ADVANTAGES[config.advantage]
         advantage, target = rule(groups, terms, config, self.memory)
@@ -244,8 +244,8 @@ class Recipe(Algorithm):
         config, factor = self.config, np.ones(len(terms))
         if config.importance_weights.kind != "none" and len(terms):
             of = terms.call if config.sequence == "call" else terms.episode
-            ratio = ratios(terms.proximal - terms.logprob, of if config.guard.level == "sequence" else None)
-            factor = importance_weights(config.guard.kind, ratio, *config.guard.bounds)
+            ratio = ratios(terms.proximal - terms.logprob, of if config.importance_weights.level == "sequence" else None)
+            factor = importance_weights(config.importance_weights.kind, ratio, *config.importance_weights.bounds)
             self.credit_metrics |= {
                 "importance_weight/clipped": float((factor != ratio).mean()),
                 "importance_weight/mean": float(factor.mean()),

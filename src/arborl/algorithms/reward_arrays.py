@@ -18,22 +18,22 @@ import torch
 
 from arborl.algorithms.importance_weights import overlong_penalty
 from arborl.algorithms.token_losses import KL
-from arborl.config.algorithm_parts import KLConfig, OverlongConfig
-from arborl.types import Episode, Finish, Floats, Group, Ints, Stop, Terms
+from arborl.config.algorithm_config import KLConfig, OverlongConfig
+from arborl.types import Episode, FinishReason, Floats, Group, Ints, StopReason, Terms
 
-OUT_OF_ROOM = (Stop.CONTEXT_FULL, Stop.MAX_TURNS)
-TRUNCATED_STOPS = (*OUT_OF_ROOM, Stop.TRUNCATED)
+OUT_OF_ROOM = (StopReason.CONTEXT_FULL, StopReason.MAX_TURNS)
+TRUNCATED_STOPS = (*OUT_OF_ROOM, StopReason.TRUNCATED)
 """Stop reasons that are limits: the episode would have continued. (An episode past its deadline has failed.)"""
 
 
 def is_overlong(episode: Episode) -> bool:
     """Whether a limit of length ended the episode."""
-    return episode.stop in OUT_OF_ROOM or bool(episode.calls and episode.calls[-1].completion.finish is Finish.LENGTH)
+    return episode.stop in OUT_OF_ROOM or bool(episode.calls and episode.calls[-1].completion.finish is FinishReason.LENGTH)
 
 
 def cut_rows(groups: Sequence[Group], terms: Terms) -> Ints:
     """The last term of each truncated episode."""
-    cut = np.array([episode.stop in TRUNCATED_STOPS for group in groups for episode in group.survivors], dtype=bool)
+    cut = np.array([episode.stop in TRUNCATED_STOPS for group in groups for episode in group.valid_episodes], dtype=bool)
     episodes, ahead = np.unique(terms.episode[::-1], return_index=True)
     return np.asarray(len(terms) - 1 - ahead[cut[episodes]], dtype=np.int64)
 

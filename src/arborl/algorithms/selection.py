@@ -13,7 +13,7 @@ import torch
 from arborl.algorithms import preference_losses, turn_advantages
 from arborl.algorithms.reward_arrays import is_overlong, turn_rewards, with_overlong_penalty
 from arborl.algorithms.statistics import is_constant
-from arborl.config.algorithm import AlgorithmConfig
+from arborl.config.algorithm_config import AlgorithmConfig
 from arborl.types import Episode, Group
 
 
@@ -26,7 +26,7 @@ def select(groups: Sequence[Group], config: AlgorithmConfig) -> tuple[list[Group
     dropped: Counter[str] = Counter()
     kept = []
     for group in groups:
-        dropped["failed"] += len(group.episodes) - len(group.survivors)
+        dropped["failed"] += len(group.episodes) - len(group.valid_episodes)
         found = _drop_episodes(group, config, dropped)
         why = _group_drop_reason(with_overlong_penalty(found, config.overlong), config)
         if why:
@@ -53,7 +53,7 @@ def reasons(config: AlgorithmConfig) -> list[str]:
 
 
 def _drop_episodes(group: Group, config: AlgorithmConfig, dropped: Counter[str]) -> Group:
-    reasons = {id(episode): why for episode in group.survivors if (why := _episode_drop_reason(episode, config))}
+    reasons = {id(episode): why for episode in group.valid_episodes if (why := _episode_drop_reason(episode, config))}
     dropped.update(reasons.values())
     if not reasons:
         return group
@@ -73,7 +73,7 @@ def _episode_drop_reason(episode: Episode, config: AlgorithmConfig) -> str:
 
 
 def _group_drop_reason(group: Group, config: AlgorithmConfig) -> str:
-    survivors = group.survivors
+    survivors = group.valid_episodes
     if not survivors:
         return "empty_group"
     if not any(episode.sampled for episode in survivors):
@@ -86,7 +86,7 @@ def _group_drop_reason(group: Group, config: AlgorithmConfig) -> str:
         return "no_greedy"
     if config.advantage == "maxrl" and min(episode.reward for episode in survivors) < 0:
         return "negative_reward"
-    if config.drops_flat and CONSTANT.get(config.advantage, _constant_rewards)(survivors, config):
+    if config.drops_zero_variance and CONSTANT.get(config.advantage, _constant_rewards)(survivors, config):
         return "zero_variance"
     return ""
 
@@ -101,7 +101,7 @@ def _pairs(episodes: Sequence[Episode], config: AlgorithmConfig) -> torch.Tensor
 
 def _keep_pairs(group: Group, config: AlgorithmConfig, dropped: Counter[str]) -> Group:
     """The episodes that are part of a pair; with `pairs=best_worst` the best and the worst (first of equals)."""
-    survivors = group.survivors
+    survivors = group.valid_episodes
     scored = with_overlong_penalty(Group(group.task, survivors), config.overlong).episodes
     found = _pairs(scored, config)
     if config.pairs == "best_worst":

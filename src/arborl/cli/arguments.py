@@ -92,14 +92,14 @@ def one_path(paths: Sequence[str], what: str) -> str | None:
 
 def _unknown_option(text: str, following: str) -> str:
     """The error for an unknown option. If it names a setting (`--seed 7`, `--lr 1e-4`), it says how to write that."""
-    from arborl.config.load import named_key
+    from arborl.config.load_config import find_setting
 
     options = COMMAND_OPTIONS.get()
     name, equals, value = text.partition("=")
     key = name.lstrip("-")
     if equals and name not in options:
         return f"{text!r}: a setting has no dashes. Write {key}={value}."
-    setting = named_key(key)
+    setting = find_setting(key)
     if setting is not None:
         value = following if following and not following.startswith("-") and "=" not in following else "VALUE"
         return f"{name}: a setting has no dashes. Write {setting}={value}."

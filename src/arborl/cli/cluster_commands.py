@@ -36,10 +36,10 @@ STATES = {
 }
 
 
-def open_fleet(file: Path) -> Fleet:
+def open_fleet(file: Path) -> SshCluster:
     """The cluster of a file; progress is printed on standard error."""
-    from arborl.cluster.fleet import Fleet
-    from arborl.cluster.spec import read_spec
+    from arborl.cluster.launcher.ssh_cluster import SshCluster
+    from arborl.cluster.launcher.cluster_spec import read_cluster_spec
 
     if file == DEFAULT_FILE and not file.exists():
         raise ConfigError(
@@ -113,11 +113,11 @@ def submit(
 
     Prints its output and exits with its exit code. Ctrl-C stops the job; a lost connection does not.
     """
-    from arborl.cluster.jobs import gather
-    from arborl.cluster.jobs import submit as start
+    from arborl.cluster.launcher.cluster_jobs import collect_files
+    from arborl.cluster.launcher.cluster_jobs import submit as start
 
     fleet = open_fleet(config)
-    files = gather(working_dir) if working_dir is not None else None
+    files = collect_files(working_dir) if working_dir is not None else None
     if command[0].endswith(".yaml"):
         command, files = train_command(fleet, command, working_dir, files)
     job = start(fleet, command, files, not detach, lambda line: typer.echo(line))
@@ -131,10 +131,10 @@ def submit(
 
 
 def train_command(
-    fleet: Fleet, words: list[str], folder: Path | None, files: dict[str, bytes] | None
+    fleet: SshCluster, words: list[str], folder: Path | None, files: dict[str, bytes] | None
 ) -> tuple[list[str], dict[str, bytes]]:
     """`arborl train` with an uploaded file. The configuration is checked here first."""
-    from arborl.config.load import load, write_setting
+    from arborl.config.load_config import load, format_override
 
     paths, settings = split_settings(words)
     file = Path(one_path(paths, "file") or "")
@@ -149,7 +149,7 @@ def train_command(
             raise ConfigError(f"{file} is not in --working-dir {folder}. Move it there.")
         name = str(file.absolute().relative_to(folder.absolute()))
     if run.name and not any(text.startswith("name=") for text in settings):  # otherwise it is named after Ray's folder
-        settings = [*settings, write_setting("name", run.name)]
+        settings = [*settings, format_override("name", run.name)]
     if run.output_dir is None:  # the default folder is Ray's and is removed with the cluster
         settings = [*settings, f"output_dir=~/runs/{run.name or file.stem}-{time.strftime('%Y%m%d-%H%M%S')}"]
     elif not run.output_dir.is_absolute():

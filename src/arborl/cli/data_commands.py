@@ -33,7 +33,7 @@ def make(
     """Generate a data set: arithmetic, gsm8k, code, facts, documents, mixed or transcripts."""
     import yaml
 
-    from arborl.data.made.datasets import make as write
+    from arborl.data.generated.datasets import make as write
     from arborl.seedling.transcript_rows import transcripts
 
     names, settings = split_settings(arguments)
@@ -58,7 +58,7 @@ def prepare(
     val_share: Annotated[float, typer.Option(help="Share of the rows for validation.")] = 0.1,
 ) -> None:
     """Convert a public data set into rows."""
-    from arborl.data.public.longbench import prepare_longbench, prepare_novelqa
+    from arborl.data.longbench import prepare_longbench, prepare_novelqa
 
     if name == "longbench-v2":
         written = prepare_longbench(source, out, mc_to_sa=mc_to_sa, val_share=val_share)
@@ -79,8 +79,8 @@ def inspect(
 ) -> None:
     """Print columns, lengths and sources of a file, and three prompts as the model reads them."""
     from arborl.chat import Renderer
-    from arborl.data.reading.files import open_table
-    from arborl.data.reading.rows import Reader
+    from arborl.data.reading.table_files import open_table
+    from arborl.data.reading.row_reader import RowReader
     from arborl.models.model_loading import resolve
 
     table, reader = open_table(Path(file)), RowReader(Path(file).stem, question)
@@ -135,7 +135,7 @@ def mix(
     as_json: AsJson = False,
 ) -> None:
     """Draw batches as training does, without training, and print their composition."""
-    from arborl.config.load import load
+    from arborl.config.load_config import load
     from arborl.data.mixing.mixture import composition
 
     paths, settings = split_settings(arguments)
@@ -170,7 +170,7 @@ def open_mixture(config: RunConfig) -> Mixture:
     if any(source.max_prompt_tokens for source in [config.data, *config.data.sources.values()]):
         from arborl.chat import Renderer
         from arborl.envs.prompt_wrapper import prepend_system_prompt as with_system
-        from arborl.models.load import resolve
+        from arborl.models.model_loading import resolve
 
         model = config.model
         renderer = Renderer.from_folder(
@@ -181,7 +181,7 @@ def open_mixture(config: RunConfig) -> Mixture:
             return len(renderer.encode(renderer.render(with_system(messages, config.agent.system or ""))))
 
     given = None
-    if config.data.given:
+    if config.data.offline:
         from arborl.data.source_factory import OfflineRows
         from arborl.rollout.offline_episodes import ROW_KINDS
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from arborl.config import RunConfig
     from arborl.envs.env import Env, Observation
-    from arborl.rollout.threads import Hand
+    from arborl.rollout.env_threads import EnvThread
     from arborl.types import Task
 
 Player = Callable[["Env"], "str | None"]
@@ -93,9 +93,9 @@ def play(
     pause: Annotated[float, typer.Option(help="Seconds between the moves of a player that is watched.")] = 0.4,
 ) -> None:
     """Play in the terminal, or watch a player."""
-    from arborl.config.base import validate
-    from arborl.config.prompt import PromptConfig
-    from arborl.envs.prompted import Sizes, prompted
+    from arborl.config.config_base import validate
+    from arborl.config.part_config import PromptConfig
+    from arborl.envs.prompt_wrapper import PromptLimits, wrap_with_prompt
     from arborl.types import Task
 
     if oracle + random + bool(model) > 1:
@@ -105,12 +105,12 @@ def play(
     made, pause = make_checked(name, args), pause if oracle or random or model else 0.0
     if model:
         config = play_config(model, name, args, prompt)
-        sizes = Sizes(config.rollout.max_turns, config.sampling.max_tokens)
-        made = prompted(made, config.env.prompt, config.agent.system, sizes)
+        sizes = PromptLimits(config.rollout.max_turns, config.sampling.max_tokens)
+        made = wrap_with_prompt(made, config.env.prompt, config.agent.system, sizes)
         player, env_seed = model_player(config, task, seed)
         EpisodeTerminal(made, task, env_seed, pause).run(player)
         return
-    terminal = EpisodeTerminal(prompted(made, validate(PromptConfig, prompt)), task, seed, pause)
+    terminal = EpisodeTerminal(wrap_with_prompt(made, validate(PromptConfig, prompt)), task, seed, pause)
     terminal.run(oracle_player if oracle else random_player(seed) if random else human_player(terminal.console))
 
 
@@ -122,10 +122,10 @@ def check(
     seconds: Annotated[float, typer.Option(help="Time limit of one call.", min=0.01)] = 30.0,
 ) -> None:
     """Check an environment against the contract. Exit code 1 if it violates it."""
-    from arborl.config.base import validate
-    from arborl.config.prompt import PromptConfig
+    from arborl.config.config_base import validate
+    from arborl.config.part_config import PromptConfig
     from arborl.envs.checker import check_env
-    from arborl.envs.prompted import prompted
+    from arborl.envs.prompt_wrapper import wrap_with_prompt
     from arborl.types import Message, Task
 
     name, args, prompt = parse_environment(arguments)
@@ -137,7 +137,7 @@ def check(
         split_name, start = "held_out" if seed % 2 else "train", time.monotonic()
         task = Task(f"{name}/check-{seed}", question, {"split": split_name, "answer": "42"}, seed=seed)
         for problem in check_env(
-            lambda: prompted(make(name, args), prompt_config), task, seed=seed, steps=steps, seconds=seconds
+            lambda: wrap_with_prompt(make(name, args), prompt_config), task, seed=seed, steps=steps, seconds=seconds
         ):
             problems[problem] = problems.get(problem, 0) + 1
         if problems and time.monotonic() - start > seconds:  # it hangs: one task is enough
@@ -209,12 +209,12 @@ def make(name: str, args: Mapping[str, Any]) -> Any:
 
 def make_checked(name: str, args: Mapping[str, Any], seconds: float = 30.0) -> Any:
     """A new environment; every failure is a `ConfigError`."""
-    from arborl.rollout.threads import Threads, TooLong
+    from arborl.rollout.env_threads import ThreadPool, ThreadTimeout
 
     environment_factory(name)
     try:
-        return Threads().take().wait(f"making {name}", seconds, lambda: make(name, args))
-    except TooLong as error:
+        return ThreadPool().take().wait(f"making {name}", seconds, lambda: make(name, args))
+    except ThreadTimeout as error:
         raise ConfigError(f"{error} Open files and connections in reset().") from error
     except ConfigError:
         raise
@@ -250,19 +250,19 @@ class EpisodeTerminal:
 
     def run(self, player: Player) -> None:
         """Play until the end or until the player leaves. Ctrl-C works even if the environment blocks."""
-        from arborl.rollout.threads import Threads, TooLong
+        from arborl.rollout.env_threads import ThreadPool, ThreadTimeout
 
-        thread = Threads().take()
+        thread = ThreadPool().take()
         try:
             self._play(player, thread)
             thread.wait("close()", CALL_SECONDS, self.env.close)
-        except TooLong as error:
+        except ThreadTimeout as error:
             raise ConfigError(f"{type(self.env).__name__}.{error}") from error
         except BaseException:
             thread.ask(self.env.close)
             raise
 
-    def _play(self, player: Player, thread: Hand) -> None:
+    def _play(self, player: Player, thread: EnvThread) -> None:
         from rich.text import Text
 
         from arborl.types import Message
@@ -363,7 +363,7 @@ def _bare(text: str) -> str:
 
 def model_player(config: RunConfig, task: Task, seed: int) -> tuple[Player, int]:
     """A player that repeats an episode of the model, which is played first; and the seed of its environment."""
-    from arborl.build import build
+    from arborl.training_run.build import build
     from arborl.seeds import derive
 
     episode = asyncio.run(build(config).rollout.play(task, seed, f"{task.id}#0"))
@@ -381,17 +381,17 @@ def play_config(model: str, name: str, args: Mapping[str, Any], prompt: Mapping[
         name, args: the environment.
         prompt: settings of `env.prompt`, which override those of a run with the same environment.
     """
-    from arborl.config.base import plain, validate
-    from arborl.config.run import RunConfig
-    from arborl.config.trust import load_run
+    from arborl.config.config_base import to_plain, validate
+    from arborl.config.run_config import RunConfig
+    from arborl.config.trust import load_run_config
 
     env: dict[str, Any] = {"name": name, "args": dict(args), "prompt": dict(prompt)}
     tree: dict[str, Any] = {}
     path = Path(model).expanduser()
     file = next((one / "config.yaml" for one in (path, *path.parents[:2]) if (one / "config.yaml").is_file()), None)
     if file is not None:
-        config = load_run(file)
-        run_tree = plain(config)
+        config = load_run_config(file)
+        run_tree = to_plain(config)
         tree |= {key: run_tree[key] for key in ("model", "agent", "tools", "sampling", "context", "sandbox")}
         if config.env.name == name:
             env["prompt"] = run_tree["env"]["prompt"] | env["prompt"]
@@ -402,9 +402,9 @@ def play_config(model: str, name: str, args: Mapping[str, Any], prompt: Mapping[
 def model_folder(path: str) -> Path:
     """The model folder of a run's last checkpoint, of a checkpoint, or the path itself."""
     from arborl.checkpoint import checkpoint
-    from arborl.models.load import holds_model
+    from arborl.models.model_loading import is_model_folder
 
     folder = Path(path).expanduser()
     if (folder / "checkpoints").is_dir():
         return checkpoint.find(folder / "checkpoints", "latest") / "model"
-    return folder / "model" if holds_model(folder / "model") else folder
+    return folder / "model" if is_model_folder(folder / "model") else folder

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from arborl.chat import Renderer
     from arborl.tokens import Tokens
-    from arborl.trainer.standings import Played
+    from arborl.trainer.policy_comparison import PolicyResult
     from arborl.types import Call, Episode
 
 OUTPUT_HELP = ".json, .csv or .html: the metrics; .jsonl: every episode. May be repeated."
@@ -50,7 +50,7 @@ def evaluate(
     log_level: LogLevel = None,
 ) -> None:
     """Evaluate policies on held-out tasks, or on your prompts. PATH is a run, a checkpoint, a model or a YAML file."""
-    from arborl.view.standings import check_form, write
+    from arborl.view.policy_table import check_output_path, write_results
 
     paths, settings = split_settings(arguments)
     names = [*paths, *(model or ())]
@@ -58,19 +58,19 @@ def evaluate(
     settings += [f"env={env}"] if env else []
     settings += [f"evaluation.tasks={episodes}"] if episodes is not None else []
     for path in output or ():
-        check_form(path)
+        check_output_path(path)
     prompts = read_prompts(input_file, message or ())
     if prompts is not None and (env or episodes is not None):
         raise ConfigError("--env and --episodes select held-out tasks; --input and --message replace them. Leave out.")
 
-    from arborl import api
+    from arborl import training_run
 
     where = {} if base_url is None else {"base_url": base_url}
-    results = api.measure(
-        names, api.Asked(settings, temperature or (), attempts, prompts, key=api_key_env, trust=trust, **where)
+    results = training_run.measure(
+        names, training_run.MeasureOptions(settings, temperature or (), attempts, prompts, key=api_key_env, trust=trust, **where)
     )
     for path in output or ():
-        write(results, path)
+        write_results(results, path)
     if as_json:
         typer.echo(results_json(results, prompts is not None))
         return
@@ -82,18 +82,18 @@ def evaluate(
         typer.echo(f"wrote {path}")
 
 
-def results_json(results: Sequence[Played], replies: bool) -> str:
+def results_json(results: Sequence[PolicyResult], replies: bool) -> str:
     """The replies, or the metrics, as JSON."""
-    from arborl.view.standings import as_tree, episodes
+    from arborl.view.policy_table import results_as_dict, episodes
 
-    data = list(episodes(results)) if replies else as_tree(results)
+    data = list(episodes(results)) if replies else results_as_dict(results)
     return json.dumps(data, indent=2, ensure_ascii=False, default=str)
 
 
 def check_names(names: Sequence[str], base_url: str | None) -> None:
     """Check that at least one model is named, and that no name is a setting without its `=`."""
-    from arborl.config.load import named_key
-    from arborl.models.find import EMBEDDED
+    from arborl.config.load_config import find_setting
+    from arborl.models.model_files import EMBEDDED
 
     if not names:
         raise ConfigError(
@@ -102,7 +102,7 @@ def check_names(names: Sequence[str], base_url: str | None) -> None:
     if base_url is not None and not any(name.startswith("openai:") for name in names):
         raise ConfigError("--base-url: no model is served there. Write --model openai:NAME.")
     for name in names[1:]:
-        setting = None if name in EMBEDDED or Path(name).exists() else named_key(name)
+        setting = None if name in EMBEDDED or Path(name).exists() else find_setting(name)
         if setting is not None:
             raise ConfigError(f"{name!r}: no such folder or file. A setting is written {setting}=VALUE.")
 
@@ -111,7 +111,7 @@ def read_prompts(path: Path | None, messages: Sequence[str]) -> list[dict[str, A
     """Rows of a file (JSON, JSONL, CSV, Parquet; a JSON list may contain plain texts) and prompts as typed."""
     rows: list[dict[str, Any]] = []
     if path is not None:
-        from arborl.data.reading.files import open_table
+        from arborl.data.reading.table_files import open_table
 
         rows = _text_rows(path)
         if not rows:
@@ -133,13 +133,13 @@ def _text_rows(path: Path) -> list[dict[str, Any]]:
     return [{"question": text} for text in data] if is_texts else []
 
 
-def print_replies(results: Sequence[Played]) -> None:
+def print_replies(results: Sequence[PolicyResult]) -> None:
     """Print the replies; with the model's name if there are several."""
     has_reply = False
     for one in results:
         for episode in (episode for group in one.groups for episode in group.episodes):
             if len(results) > 1:
-                typer.echo(f"{one.name} ({one.way}):")
+                typer.echo(f"{one.name} ({one.decoding}):")
             if episode.failure is not None:
                 typer.echo(f"arborl: failed: {episode.failure}", err=True)
             elif not episode.turns:
@@ -151,29 +151,29 @@ def print_replies(results: Sequence[Played]) -> None:
         raise typer.Exit(1)
 
 
-def print_results(names: Sequence[str], results: Sequence[Played]) -> None:
+def print_results(names: Sequence[str], results: Sequence[PolicyResult]) -> None:
     """Print the metrics, those of each source, and paired comparisons."""
     from rich.console import Console
 
-    from arborl.trainer.standings import compare
+    from arborl.trainer.policy_comparison import compare_policies
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 10_000
     console.print(results_table(" ".join(names), results), crop=False)
-    for pair in compare(results):
+    for pair in compare_policies(results):
         interval = "" if pair.low is None or pair.high is None else f" [{pair.low:+.3g}, {pair.high:+.3g}]"
-        text = f"{pair.second} minus {pair.first}, {pair.way}: {pair.metric} {pair.difference:+.4g}{interval}"
+        text = f"{pair.second} minus {pair.first}, {pair.decoding}: {pair.metric} {pair.difference:+.4g}{interval}"
         console.print(f"{text}, p = {pair.p:.3g} over {pair.tasks} tasks", markup=False, soft_wrap=True)
 
 
-def results_table(title: str, results: Sequence[Played]) -> Table:
+def results_table(title: str, results: Sequence[PolicyResult]) -> Table:
     """One row per metric, one column per model and sampling mode."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    from arborl.view.standings import told
+    from arborl.view.policy_table import format_score
 
     table = Table(box=box.SIMPLE, title=Text(title), title_justify="left", min_width=min(len(title), 120))
     table.add_column("metric")
@@ -181,7 +181,7 @@ def results_table(title: str, results: Sequence[Played]) -> Table:
     for one in results:
         table.add_column(Text(f"{one.name}\n{one.way}" if has_several else one.way), justify="right")
     for source in dict.fromkeys([None, *(source for one in results for source in one.sources)]):
-        columns = [{name: told(score) for name, score in one.scores(source).items()} for one in results]
+        columns = [{name: format_score(score) for name, score in one.scores(source).items()} for one in results]
         for column, one in zip(columns, results, strict=True):
             tasks, _, failed = one.count(source)
             column |= {"tasks": str(tasks), "failed": str(failed)}
@@ -213,9 +213,9 @@ def rollout(
 
     from rich.console import Console
 
-    from arborl.build import build
+    from arborl.training_run.build import build
     from arborl.cli.env_commands import model_folder
-    from arborl.config.load import load
+    from arborl.config.load_config import load
 
     options = {"env.name": env, "agent.name": agent, "model.name": str(model_folder(model)) if model else ""}
     options |= {} if seed is None else {"seed": str(seed)}
@@ -223,7 +223,7 @@ def rollout(
     path = one_path(paths, "file")
     settings += [f"{key}={value}" for key, value in options.items() if value]
     config = load(Path(path) if path is not None else None, settings)
-    if stub and not config.data.given:
+    if stub and not config.data.offline:
         config = config.model_copy(update={"engine": config.engine.scripted()})
     parts = build(config, training=False)
     num_tasks = config.rollout.tasks_per_step + config.rollout.spare_groups
@@ -238,12 +238,12 @@ def rollout(
 
 async def play_episode(parts: Any, task: Any, step: int, task_number: int, member: int) -> Episode:
     """Play and score the episode that training plays at this place. A task with a demonstration is only rendered."""
-    from arborl.data.reading.given import GivenTask
+    from arborl.data.reading.row_reader import OfflineTask
     from arborl.seeds import derive
     from arborl.types import Group
 
-    if isinstance(task, GivenTask):
-        episodes: list[Episode] = parts.rollout.shown([task])[0].episodes
+    if isinstance(task, OfflineTask):
+        episodes: list[Episode] = parts.rollout.offline_groups([task])[0].episodes
         return episodes[min(member, len(episodes) - 1)]
     seed = derive(derive(parts.config.seed, "step", step), "task", task_number, "episode", member)
     try:
@@ -283,11 +283,11 @@ class EpisodePrinter:
     def _show_call(self, number: int, call: Call, earlier: Sequence[Tokens]) -> None:
         """One model call: the new part of its prompt, and the sampled tokens."""
         from arborl.tokens import Tokens
-        from arborl.types import GIVEN
+        from arborl.types import NOT_SAMPLED
 
         known = max((len(tokens) for tokens in earlier if tokens.begins(Tokens(call.prompt))), default=0)
         size, completion = len(call.prompt), call.completion
-        is_given = completion.version == GIVEN
+        is_given = completion.version == NOT_SAMPLED
         head = f"\nturn {call.turn + 1}  call {number + 1}  prompt {size} tokens"
         head += f" ({size - known} new)" if known else " (a new branch)" if earlier else ""
         head += f"  sampled {len(completion.tokens)}  {completion.finish}"
@@ -306,7 +306,7 @@ class EpisodePrinter:
 
         from rich.text import Text
 
-        from arborl.view.transcript import pieces
+        from arborl.view.web.token_text import pieces
 
         text = Text()
         for place, (token, word) in enumerate(zip(tokens, pieces(tokens, self.renderer.tokenizer.decode), strict=True)):

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from arborl.cli.arguments import argument
-from arborl.errors import ConfigError, did_you_mean, writing
+from arborl.errors import ConfigError, did_you_mean, disk_errors
 
 
 def init(
@@ -31,7 +31,7 @@ def init(
     if existing and not force:
         raise ConfigError(f"{', '.join(existing)}: exists already. Write another name, or --force to overwrite.")
     for file, text in files.items():
-        with writing(file):
+        with disk_errors(file):
             file.write_text(text, encoding="utf-8")
         typer.echo(f"wrote {file}")
     typer.echo(hint)
@@ -39,7 +39,7 @@ def init(
 
 def configuration_text(path: Path, preset: str) -> str:
     """The text of a configuration file; the preset of an algorithm is the lake with that algorithm."""
-    from arborl.config.presets import PRESETS as ALGORITHMS
+    from arborl.config.algorithm_config import PRESETS as ALGORITHMS
 
     online = [name for name in ALGORITHMS if name not in ("dpo", "ipo", "kto", "sft", "distill")]
     if path.suffix != ".yaml":

@@ -16,9 +16,9 @@ from arborl.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from arborl.cluster.plan import Forecaster, Placed
-    from arborl.cluster.plan_work import Work
-    from arborl.config.run import RunConfig
+    from arborl.cluster.planner.run_planner import RunPlanner, PlacementPlan
+    from arborl.cluster.planner.workload import Workload
+    from arborl.config.run_config import RunConfig
 
 STRATEGIES = ("auto", "ddp", "fsdp2", "tensor")
 BRIEF_CALLS = 3_000
@@ -48,9 +48,9 @@ def plan(
     paths, settings = split_settings(arguments)
     file = one_path(paths, "file")
 
-    from arborl.cluster.hardware import device_named
-    from arborl.cluster.plan import SWEEP
-    from arborl.config.load import load
+    from arborl.cluster.planner.hardware import device_named
+    from arborl.cluster.planner.run_planner import DEVICE_COUNTS
+    from arborl.config.load_config import load
 
     device = device_named(gpu)
     check_options(gpus, strategy, lag)
@@ -59,7 +59,7 @@ def plan(
     start = time.perf_counter()
     forecasters = {
         count: _forecaster(_scale_tasks(config, count) if weak else config, device, work, lag, strategy, gpus is None)
-        for count in ((gpus,) if gpus is not None else SWEEP)
+        for count in ((gpus,) if gpus is not None else DEVICE_COUNTS)
     }
     placements = {count: list(forecaster.place(count)) for count, forecaster in forecasters.items()}
     first = next(iter(forecasters.values()))
@@ -70,7 +70,7 @@ def plan(
 
 
 def check_options(gpus: int | None, strategy: str, lag: int | None) -> None:
-    from arborl.cluster.plan import check_devices
+    from arborl.cluster.planner.run_planner import check_devices
 
     if gpus is not None:
         check_devices(gpus)
@@ -82,25 +82,25 @@ def check_options(gpus: int | None, strategy: str, lag: int | None) -> None:
         raise ConfigError(f"--lag {lag}: must be at least 1. Synchronous training is always planned too.")
 
 
-def read_work(config: RunConfig, earlier: Path | None, numbers: tuple[Any, ...]) -> Work:
+def read_work(config: RunConfig, earlier: Path | None, numbers: tuple[Any, ...]) -> Workload:
     """Lengths and latencies of an earlier run, or of the options."""
-    from arborl.cluster.plan_work import given, of_run
+    from arborl.cluster.planner.workload import workload_from_options, workload_from_run
 
     if earlier is None:
-        return given(config, *numbers)
+        return workload_from_options(config, *numbers)
     if any(number is not None for number in numbers):
         raise ConfigError("--from sets lengths and latencies. Leave out --from, or the other options.")
-    return of_run(earlier.expanduser())
+    return workload_from_run(earlier.expanduser())
 
 
 def _forecaster(
-    config: RunConfig, device: Any, work: Work, lag: int | None, strategy: str, is_brief: bool
-) -> Forecaster:
+    config: RunConfig, device: Any, work: Workload, lag: int | None, strategy: str, is_brief: bool
+) -> RunPlanner:
     from dataclasses import replace
 
-    from arborl.cluster.plan import Forecaster
+    from arborl.cluster.planner.run_planner import RunPlanner
 
-    made = Forecaster.of(config, device, work, lag, None if strategy == "auto" else strategy)  # type: ignore[arg-type]
+    made = RunPlanner.of(config, device, work, lag, None if strategy == "auto" else strategy)  # type: ignore[arg-type]
     return replace(made, calls=BRIEF_CALLS) if is_brief else made
 
 
@@ -112,7 +112,7 @@ def _scale_tasks(config: RunConfig, factor: int) -> RunConfig:
     return config.model_copy(update={"rollout": rollout.model_copy(update=changes)})
 
 
-def plan_json(first: Forecaster, placements: dict[int, list[Placed]]) -> dict[str, Any]:
+def plan_json(first: RunPlanner, placements: dict[int, list[PlacementPlan]]) -> dict[str, Any]:
     return {
         "model": first.shape.name,
         "parameters": first.shape.sizes.parameters,
@@ -128,7 +128,7 @@ def plan_json(first: Forecaster, placements: dict[int, list[Placed]]) -> dict[st
     }
 
 
-def print_plan(first: Forecaster, placements: dict[int, list[Placed]], seconds: float) -> None:
+def print_plan(first: RunPlanner, placements: dict[int, list[PlacementPlan]], seconds: float) -> None:
     from rich.console import Console
 
     console = Console()
@@ -159,14 +159,14 @@ def print_plan(first: Forecaster, placements: dict[int, list[Placed]], seconds: 
     typer.echo(f"simulated in {seconds:.1f} s; errors against measured runs: docs/results/planner.md")
 
 
-def memory_text(one: Placed) -> str:
+def memory_text(one: PlacementPlan) -> str:
     """Memory of a rank by part."""
     parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in one.learner_parts.items())
     checkpointing = ", gradient checkpointing" if one.recompute else ""
     return f"{parts} -> {one.learner_bytes / 2**30:.1f} GiB at {one.micro_batch_tokens:,} tokens{checkpointing}"
 
 
-def placement_table(rows: Sequence[Placed]) -> Table:
+def placement_table(rows: Sequence[PlacementPlan]) -> Table:
     """One row per placement."""
     from rich import box
     from rich.table import Table

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from arborl.cli.arguments import AsJson, LogLevel, Trust, argument, one_path, option, split_settings
-from arborl.errors import ConfigError, writing
+from arborl.errors import ConfigError, disk_errors
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from arborl.doctor.finding import Finding
+    from arborl.diagnosis.finding import Finding
 
 VIEW_PORT = 7007
 DTYPES = ("float32", "bfloat16", "float16")
@@ -43,7 +43,7 @@ def view(
     if not root.is_dir():
         raise ConfigError(f"{root}: no such folder. Write arborl view RUNS_DIR: a folder of runs, or a run.")
     try:
-        from arborl.view.web.serve import Viewer, free_port
+        from arborl.view.web.viewer import Viewer, free_port
     except ImportError as error:
         raise ConfigError(f"arborl view needs {error.name}: pip install 'arborl[serve]'") from error
 
@@ -65,12 +65,12 @@ def report(
     from tempfile import TemporaryDirectory
 
     from arborl.view.report import write_report
-    from arborl.view.web.words import decoder_of
+    from arborl.view.web.token_text import decoder_of
 
     if not any(os.path.lexists(run / name) for name in ("config.yaml", "metrics.jsonl")):
         raise ConfigError(f"{run}: contains no run. Write arborl report RUN: a folder with config.yaml, metrics.jsonl.")
     path = out or run / "report.html"
-    with writing(path), TemporaryDirectory() as folder:
+    with disk_errors(path), TemporaryDirectory() as folder:
         path.parent.mkdir(parents=True, exist_ok=True)
         pictures = Path(folder) if out is not None else None
         typer.echo(write_report(run, decoder_of(run), out=path, pictures=pictures))
@@ -85,7 +85,7 @@ def compare(
 
     if len(runs) < 2:
         raise ConfigError("compare needs two runs. Write arborl compare RUN RUN …, or arborl report RUN.")
-    with writing(out):
+    with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         typer.echo(write_comparison(runs, out))
 
@@ -125,7 +125,7 @@ def find_problems(arguments: Sequence[str], model: str, config: Path | None) -> 
     if path is not None and (model or config or settings):
         raise ConfigError(f"{path!r} is a run. Leave --model, --config and settings out.")
     if path is not None:
-        from arborl.doctor.run import examine_run
+        from arborl.diagnosis.run_folder import examine_run
 
         if not Path(path).is_dir():
             raise ConfigError(f"{path!r}: no such folder. Write a run folder, or --model {path}.")
@@ -135,8 +135,8 @@ def find_problems(arguments: Sequence[str], model: str, config: Path | None) -> 
 
         return examine_installation()
     from arborl.cli.env_commands import model_folder
-    from arborl.config.load import load
-    from arborl.doctor.model import examine_model
+    from arborl.config.load_config import load
+    from arborl.doctor.model_check import examine_model
 
     return examine_model(load(config, [*settings, *([f"model.name={model_folder(model)}"] if model else [])]))
 
@@ -181,7 +181,7 @@ def export(
         raise ConfigError("path or --out is missing. Write arborl export PATH --out FOLDER.")
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}.")
-    from arborl.api.export import export as write
+    from arborl.training_run.export_model import export as write
 
     result = write(path, out, tuple(settings), dtype, trust)
     if as_json:
@@ -202,18 +202,18 @@ def convert(
     ] = None,
 ) -> None:
     """Convert a script of verl, AgentFly or ROLL. Writes a configuration and reports on every key."""
-    from arborl.build import check
-    from arborl.config.base import validate
-    from arborl.config.run import RunConfig
+    from arborl.training_run.build import check
+    from arborl.config.config_base import validate
+    from arborl.config.run_config import RunConfig
     from arborl.convert import convert as read
-    from arborl.convert.report import as_yaml, rows
+    from arborl.convert.conversion_report import as_yaml, rows
 
     draft = read(system, files, _parse_pairs(use or ()))
     tree = draft.tree()
     check(validate(RunConfig, tree))
     text = as_yaml(tree)
     if out is not None:
-        with writing(out):
+        with disk_errors(out):
             names = ", ".join(file.name for file in files)
             out.write_text(f"# Converted from {names} ({system}).\n{text}", encoding="utf-8")
     if as_json:

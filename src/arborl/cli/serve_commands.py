@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from arborl.cli.arguments import LogLevel, Trust, argument, one_path, option, split_settings
-from arborl.errors import ConfigError, writing
+from arborl.errors import ConfigError, disk_errors
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -256,14 +256,14 @@ class ChatTerminal:
             self.console.print("none", markup=False)
 
     def save(self, name: str) -> None:
-        from arborl.rollout.store import dumps, to_json
+        from arborl.rollout.episode_store import json_line, episode_to_json
 
         if not name:
             self.console.print("/save FILE", markup=False)
             return
         try:
-            with writing(Path(name)):
-                text = "".join(dumps(to_json(episode)) + "\n" for episode in self.session.episodes)
+            with disk_errors(Path(name)):
+                text = "".join(json_line(episode_to_json(episode)) + "\n" for episode in self.session.episodes)
                 Path(name).write_text(text, encoding="utf-8", errors="surrogatepass")
         except ConfigError as error:
             self.console.print(str(error), style="red", markup=False)

@@ -31,7 +31,7 @@ def list_tools(
     from arborl.tools.core.arguments import parse_docstring
 
     def description(part: Any) -> str:
-        return read_docstring(inspect.getdoc(part)).description if inspect.isclass(part) else part.spec.description
+        return parse_docstring(inspect.getdoc(part)).description if inspect.isclass(part) else part.spec.description
 
     if arguments:
         rows = [(tool.name, _first_sentence(tool.spec.description), origin) for origin, tool in run_tools(arguments)]
@@ -66,8 +66,8 @@ def show(
 
 def run_tools(arguments: Sequence[str]) -> list[tuple[str, AnyTool]]:
     """The tools of a run and its sources, each with its origin. Tool servers are started, queried and stopped."""
-    from arborl.config.load import load
-    from arborl.workshop import Workshop
+    from arborl.config.load_config import load
+    from arborl.training_run.part_factory import RunPartFactory
 
     paths, settings = split_settings(arguments)
     file = one_path(paths, "file")
@@ -133,7 +133,7 @@ def serve(
     if mcp:
         from arborl.tools.remote.mcp import mcp_endpoint
 
-        extra.append(mounted(desk))
+        extra.append(mcp_endpoint(desk))
     typer.echo(f"arborl: serving {', '.join(desk.toolbox.tools)} at http://{host}:{port}{sandbox_note}", err=True)
     run(make_app(desk, api_key, extra=extra), host, port)
 
@@ -189,7 +189,7 @@ def make_tools(names: str, arguments: list[str]) -> list[AnyTool]:
     if unknown := [name for name in by_tool if name not in wanted]:
         raise ConfigError(f"--arg {unknown[0]}.…: --tools does not contain {unknown[0]!r}.")
     made = [as_tool(TOOLS[name], by_tool.get(name), f"--arg {name}") for name in wanted]
-    warn_of_gaps(made)
+    warn_incomplete_specs(made)
     return made
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from arborl.config import RunConfig
-    from arborl.tune import HPOSummary, Plan, Trial
+    from arborl.tune import HPOSummary, StudyPlan, Trial
     from arborl.tune.run_objective import RunObjective
     from arborl.tune.space import Domain
 
@@ -44,8 +44,8 @@ def train(
     log_level: LogLevel = None,
 ) -> None:
     """Train a policy. Without arguments: the demo, a small model that learns to cross a frozen lake."""
-    from arborl.config.base import dump_yaml
-    from arborl.config.load import load
+    from arborl.config.config_base import dump_yaml
+    from arborl.config.load_config import load
 
     paths, settings = split_settings(arguments)
     path = one_path([*paths, *([str(config_file)] if config_file is not None else [])], "file")
@@ -60,14 +60,14 @@ def train(
     else:
         config, resume = resume_config(file, settings, resume, trust, save)
     if print_only:
-        from arborl.build import check
+        from arborl.training_run.build import check
 
         check(config)
         typer.echo(dump_yaml(config), nl=False)
         return
-    from arborl import api
+    from arborl import training_run
 
-    api.train(config, resume=resume, stub=stub, profile=profile)  # prints its own progress
+    training_run.train(config, resume=resume, stub=stub, profile=profile)  # prints its own progress
 
 
 def resume_config(
@@ -82,8 +82,8 @@ def resume_config(
         trust: import code that the run folder of another user names.
         save: the run folder, in place of `output_dir`.
     """
-    from arborl.config.load import load
-    from arborl.config.trust import load_run
+    from arborl.config.load_config import load
+    from arborl.config.trust import load_run_config
 
     # Only these two settings select the run; others may be valid only together with the run's own file.
     selecting = [text for text in settings if text.lstrip("+").partition("=")[0] in ("output_dir", "name")]
@@ -97,7 +97,7 @@ def resume_config(
             raise ConfigError(
                 f"{run_file.absolute()}: no such file, so {folder} is not a run. Write output_dir=FOLDER."
             )
-        config = load_run(run_file, settings, trust)
+        config = load_run_config(run_file, settings, trust)
     is_run = run is not None and run == Path(resume).expanduser()
     return config.model_copy(update={"output_dir": folder}), "latest" if is_run else resume
 
@@ -156,29 +156,29 @@ def tune(
     _check_choice("--budget", budget, ("episodes", "free"))
     _check_choice("--keep", keep, ("best", "all"))
 
-    from arborl.tune.run_objective import RunObjective, usual_direction
-    from arborl.tune.trial import Plan
+    from arborl.tune.run_objective import RunObjective, default_direction
+    from arborl.tune.trial import StudyPlan
 
     domains = read_space_options(space, param or ())
     file = Path(path) if path is not None else None
     objective = RunObjective.of(file, settings, metric, budget, pruning, max(jobs, 1))  # type: ignore[arg-type]
     folder = study.expanduser() if study is not None else Path("studies") / objective.base.name
-    plan = Plan(
-        domains, trials, folder, direction or usual_direction(objective.metric),  # type: ignore[arg-type]
+    plan = StudyPlan(
+        domains, trials, folder, direction or default_direction(objective.metric),  # type: ignore[arg-type]
         pruning, objective.base.seed, jobs, objective.defaults(domains),
     )  # fmt: skip
     run_study(plan, objective, backend, keep)
 
 
-def run_study(plan: Plan, objective: RunObjective, backend: str, keep: str) -> None:
+def run_study(plan: StudyPlan, objective: RunObjective, backend: str, keep: str) -> None:
     """Search, print a line for each trial, and show the result."""
     from arborl.tune.backends import find_backend
-    from arborl.tune.keep import KeepBest
+    from arborl.tune.study import KeepBestCheckpoint
     from arborl.tune.study import search
 
     chosen = find_backend(backend)
     objective.check(plan.space)
-    keep_best = KeepBest(plan)
+    keep_best = KeepBestCheckpoint(plan)
 
     def on_trial(trial: Trial) -> None:
         typer.echo(trial_line(trial, objective.metric))
@@ -203,14 +203,14 @@ def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 def read_space_options(space: str | None, params: Sequence[str]) -> dict[str, Domain]:
     """The search space of a file or name, with single parameters that override it."""
-    from arborl.tune.named import SPACES, get_search_space
-    from arborl.tune.space import read_file, read_param, read_space
+    from arborl.tune.space import SPACES, get_search_space
+    from arborl.tune.space import read_space_file, read_param, read_space
 
     domains: dict[str, Domain] = {}
     if space is not None and space in SPACES:
         domains = read_space(get_search_space(space))
     elif space is not None and Path(space).is_file():
-        domains = read_file(Path(space))
+        domains = read_space_file(Path(space))
     elif space is not None:
         near = did_you_mean(space, SPACES)
         raise ConfigError(f"--space {space}: no such file or search space.{near} Known: {', '.join(SPACES)}.")

@@ -29,8 +29,8 @@ from arborl.conversational.environment import (
 from arborl.conversational.multi_turn_agent import ConversationMemory, MultiTurnAgent
 from arborl.conversational.reward_training import NeuralRewardTrainer
 from arborl.conversational.trl_trainer import TRLGRPOTrainerWrapper
-from arborl.rewards.neural import NeuralReward
-from arborl.rewards.text.base import RewardFunction, RewardResult, reward_function
+from arborl.rewards.reward_model import NeuralReward
+from arborl.rewards.text.text_reward import RewardFunction, RewardResult, reward_function
 from arborl.rewards.text.composite import CompositeReward, MultiObjectiveReward
 from arborl.rewards.text.domain_rewards import CustomerServiceReward, SalesAssistantReward, TechnicalSupportReward
 from arborl.rewards.text.library_rewards import (

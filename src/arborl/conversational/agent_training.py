@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from arborl import checkpoint
-from arborl.api.entry_points import train_here
-from arborl.api.objects import name_objects
-from arborl.config.load import from_kwargs
-from arborl.config.run import RunConfig
+from arborl.training_run.entry_points import train_async
+from arborl.training_run.object_names import name_objects
+from arborl.config.load_config import from_kwargs
+from arborl.config.run_config import RunConfig
 from arborl.conversational.callbacks import Callback, CallbackHook, CheckpointCallback
 from arborl.conversational.config import GSPOConfig, TrainingConfig, ValueFunction
 from arborl.conversational.environment import Environment, split_rows
@@ -75,7 +75,7 @@ async def train(
     hook = CallbackHook(callbacks, config.logging_steps)
     await agent.close()
     await hook.emit("train_start", steps=config.steps)
-    result = await train_here(run, resume=config.resume_from_checkpoint, objects=objects, hooks=[hook])
+    result = await train_async(run, resume=config.resume_from_checkpoint, objects=objects, hooks=[hook])
     await hook.end(result.folder, config.steps, result.summary)
     return trained_agent(agent, environment, result.folder, result.summary)
 

@@ -80,29 +80,29 @@ class CallbackHook:
         held_out = {name.removeprefix("evaluation/"): value for name, value in metrics.items() if "evaluation/" in name}
         if held_out:
             await self.emit("evaluation_end", step=trainer.step, metrics=held_out)
-        await self.emit("step_end", step=trainer.step, steps=trainer.last, metrics=dict(metrics))
+        await self.emit("step_end", step=trainer.step, steps=trainer.num_steps, metrics=dict(metrics))
         if trainer.step % self.logging_steps == 0:
-            reward, flat = metrics.get("reward/mean", math.nan), metrics.get("group/flat", math.nan)
-            log.info("step %d of %d: reward %.3f, zero-variance %.3f", trainer.step, trainer.last, reward, flat)
+            reward, flat = metrics.get("reward/mean", math.nan), metrics.get("group/zero_variance", math.nan)
+            log.info("step %d of %d: reward %.3f, zero-variance %.3f", trainer.step, trainer.num_steps, reward, flat)
         await self.emit_checkpoints(trainer)
         metrics["callback/errors"] = float(self.num_errors)
         for callback in self.callbacks:
-            if getattr(callback, "should_abort", False) and trainer.step < trainer.last:
+            if getattr(callback, "should_abort", False) and trainer.step < trainer.num_steps:
                 reason = getattr(callback, "abort_reason", "") or "should_abort is set"
                 log.warning("stopped after step %d: %s", trainer.step, reason)
-                trainer.last = trainer.step
+                trainer.num_steps = trainer.step
 
     async def emit_checkpoints(self, trainer: Trainer) -> None:
         """Emit an event for each new checkpoint; those of an earlier part of the run are not new."""
         root: Path | None = getattr(trainer.save, "root", None)
-        complete = set(checkpoint.complete(root)) if root is not None and root.is_dir() else set()
+        complete = set(checkpoint.complete_checkpoints(root)) if root is not None and root.is_dir() else set()
         known = complete if self._saved is None else self._saved
         await self._emit_saved(complete - known)
         self._saved = known | complete
 
     async def end(self, folder: Path, steps: int, summary: Mapping[str, Any]) -> None:
         """Emit the events of the last checkpoint and of the end."""
-        await self._emit_saved(set(checkpoint.complete(folder / "checkpoints")) - (self._saved or set()))
+        await self._emit_saved(set(checkpoint.complete_checkpoints(folder / "checkpoints")) - (self._saved or set()))
         await self.emit("train_end", steps=steps, folder=folder, summary=summary)
 
     async def _emit_saved(self, paths: set[Path]) -> None:

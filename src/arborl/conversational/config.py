@@ -14,12 +14,12 @@ from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from arborl.agents.context.policy import Policy, compression
-from arborl.config.algorithm import reads_of
-from arborl.config.base import Config, explain
-from arborl.config.presets import BY_LOSS, PRESETS
+from arborl.agents.context.managed_conversation import ContextPolicy, stateset_context
+from arborl.config.algorithm_config import settings_read
+from arborl.config.config_base import Config, explain
+from arborl.config.algorithm_config import BY_LOSS, PRESETS
 from arborl.errors import ConfigError, did_you_mean
-from arborl.models.find import described, resolve
+from arborl.models.model_files import read_model_config, resolve
 
 STUB = "stub://"
 STUB_RESPONSES = ("Hello! How can I help you?", "I understand. Let me see what I can do.", "Is there anything else?")
@@ -114,7 +114,7 @@ class AgentConfig(MutableConfig):
     stub_responses: tuple[str, ...] = STUB_RESPONSES
     enable_context_compression: bool = False
     compression_ratio: float = Field(0.5, gt=0, le=1)
-    """Share of the context that is kept, or that triggers a summary (see `arborl.agents.context.policy`)."""
+    """Share of the context that is kept, or that triggers a summary (see `arborl.agents.context.managed_conversation`)."""
     compression_strategy: Literal["summary", "truncate", "sliding_window"] = "summary"
     seed: int = Field(0, ge=0)
     """Seed of replies in use; training has its own."""
@@ -133,19 +133,19 @@ class AgentConfig(MutableConfig):
         return self
 
     @property
-    def compression_policy(self) -> Policy | None:
+    def compression_policy(self) -> ContextPolicy | None:
         """How a conversation is compressed that exceeds the context."""
         if not self.enable_context_compression:
             return None
-        fields = compression(True, self.compression_ratio, self.compression_strategy)
-        return Policy(kind=fields.pop("policy"), **fields)
+        fields = stateset_context(True, self.compression_ratio, self.compression_strategy)
+        return ContextPolicy(kind=fields.pop("policy"), **fields)
 
     @property
     def context_length(self) -> int:
         """Tokens of conversation and reply."""
         if self.max_context is not None:
             return self.max_context
-        model = {} if self.use_stub_model else described(resolve(self.model_name, "AgentConfig, model_name"))
+        model = {} if self.use_stub_model else read_model_config(resolve(self.model_name, "AgentConfig, model_name"))
         return min(int(model.get("max_position_embeddings") or model.get("n_positions") or MAX_CONTEXT), MAX_CONTEXT)
 
     @property
@@ -153,7 +153,7 @@ class AgentConfig(MutableConfig):
         """`torch_dtype`, with `auto` resolved."""
         if self.torch_dtype != "auto":
             return self.torch_dtype
-        from arborl.models.load import dtype_of
+        from arborl.models.model_loading import dtype_of
 
         return dtype_of("auto", self.device_map)
 
@@ -447,7 +447,7 @@ class ValueFunction(MutableConfig):
     def apply(self, settings: dict[str, Any], agent: AgentConfig) -> None:
         """Write the critic and GAE into the settings of a run."""
         name = "seedling" if agent.use_stub_model else agent.model_name
-        model = described(resolve(name, "AgentConfig, model_name"))
+        model = read_model_config(resolve(name, "AgentConfig, model_name"))
         size = model.get("hidden_size") or model.get("n_embd")
         if self.hidden_size is not None and size is not None and self.hidden_size != size:
             raise ConfigError(
@@ -508,7 +508,7 @@ def settings_for(settings: Mapping[str, Any], algorithm: str) -> dict[str, Any]:
     if algorithm not in PRESETS:
         return dict(settings)  # `TrainingConfig` reports the unknown algorithm
     preset = {"advantage": "grpo", "loss": "ppo"} | PRESETS[algorithm]
-    supported, defaults = reads_of(preset), BY_LOSS.get(str(preset["loss"]), {})
+    supported, defaults = settings_read(preset), BY_LOSS.get(str(preset["loss"]), {})
     keys = {"clip_range": "clip_low", "kl_penalty": "kl", "entropy_coef": "entropy_coef"}
     return {
         name: value

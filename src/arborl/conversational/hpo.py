@@ -100,10 +100,10 @@ async def quick_hpo(
         raise ConfigError("hpo_config sets n_trials and search_space. Leave them out.")
     config = hpo_config or HPOConfig(search_space or "grpo", 50 if n_trials is None else n_trials)
     run_once = run_trial or _default_trial()
-    study = Path(folder) if folder is not None else Path("studies") / as_name(type(agent).__name__)
+    study = Path(folder) if folder is not None else Path("studies") / folder_name(type(agent).__name__)
     plan = config.plan(study, {name: getattr(base_config, name, None) for name in config.space})
 
-    async def objective(params: Params, report: Report) -> float:
+    async def objective(params: Params, report: TrialReport) -> float:
         arguments = (agent, environment, reward_function, base_config, params)
         return await run_once(*arguments, folder=report.folder, report=report)
 

@@ -15,18 +15,18 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from arborl.agents.agent import Model
-from arborl.agents.context.policy import Policy
-from arborl.agents.context.talk import Talk
+from arborl.agents.agent_interface import Model
+from arborl.agents.context.managed_conversation import ContextPolicy
+from arborl.agents.context.managed_conversation import ManagedConversation
 from arborl.chat import Renderer
 from arborl.chat.messages import read_messages
 from arborl.checkpoint import check_model
 from arborl.conversational.config import AgentConfig
 from arborl.envs.env import Env
 from arborl.errors import ConfigError
-from arborl.models.find import resolve
-from arborl.rewards.text.turns import spoken
-from arborl.rollout.recorder import Limits, Recorder
+from arborl.models.model_files import resolve
+from arborl.rewards.text.text_measures import without_thinking
+from arborl.rollout.recorder import EpisodeLimits, Recorder
 from arborl.seeds import derive
 from arborl.types import Episode, Message, Metrics, Sampling, Task, ToolSpec
 
@@ -49,10 +49,10 @@ class ModelConversation:
         policy: compression of a conversation that exceeds the context; None for none.
     """
 
-    def __init__(self, model: Model, policy: Policy | None):
+    def __init__(self, model: Model, policy: ContextPolicy | None):
         self.model, self.policy = model, policy
         self.messages: tuple[Message, ...] = ()
-        self.talk: Talk | None = None
+        self.talk: ManagedConversation | None = None
 
     def is_continued_by(self, messages: Sequence[Message]) -> bool:
         """Whether the messages start with this conversation."""
@@ -63,14 +63,14 @@ class ModelConversation:
             return await self.model.chat(messages)
         if self.talk is None or not self.is_continued_by(messages):
             opening = next((i for i, message in enumerate(messages) if message.role == "assistant"), len(messages))
-            self.talk, self.messages = Talk(self.model, messages[:opening], self.policy), tuple(messages[:opening])
+            self.talk, self.messages = ManagedConversation(self.model, messages[:opening], self.policy), tuple(messages[:opening])
         for message in messages[len(self.messages) :]:
             if message.role == "assistant":
                 self.talk.add(message)
             else:
-                self.talk.hear([message])
+                self.talk.observe([message])
         self.messages = tuple(messages)
-        return await self.talk.ask()
+        return await self.talk.sample()
 
     def close(self) -> None:
         """Record the metrics of compression."""
@@ -120,17 +120,17 @@ class LoadedPolicy:
         sampling: Sampling,
         max_context: int,
         seed: int,
-        policy: Policy | None,
+        policy: ContextPolicy | None,
     ):
         self.engine, self.renderer, self.sampling, self.policy = engine, renderer, sampling, policy
-        self.limits, self.seed = Limits(max_context=max_context), seed
+        self.limits, self.seed = EpisodeLimits(max_context=max_context), seed
         self._numbers = count()
         self._conversations: list[ModelConversation] = []
 
     @classmethod
     def load(cls, config: AgentConfig) -> LoadedPolicy:
         from arborl.engines.local import LocalEngine
-        from arborl.models.load import load_model
+        from arborl.models.model_loading import load_model
 
         folder = check_model(resolve(config.model_name, "AgentConfig, model_name"))
         renderer, context = Renderer.from_folder(folder, chat_template=config.chat_template), config.context_length
@@ -236,7 +236,7 @@ class MultiTurnAgent:
         return [Message("system", "\n\n".join(system)), *messages] if system else messages
 
     def _reply_text(self, message: Message) -> str:
-        return spoken(message.content) if self.config.enable_reasoning else message.content
+        return without_thinking(message.content) if self.config.enable_reasoning else message.content
 
     async def run(self, task: Task, env: Env, model: Model) -> None:
         """Play one training episode. See `arborl.agents.Agent`."""

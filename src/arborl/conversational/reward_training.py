@@ -19,24 +19,24 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from arborl.chat import Renderer
-from arborl.config.bounds import is_text
-from arborl.config.run import RunConfig
-from arborl.config.training import LearnerConfig
+from arborl.config.load_config import is_text
+from arborl.config.run_config import RunConfig
+from arborl.config.training_config import LearnerConfig
 from arborl.conversational.environment import MultiTurnTrajectory
-from arborl.data.reading.files import open_table
-from arborl.data.reading.given import GivenReader
-from arborl.data.reading.rows import read_messages
-from arborl.errors import ConfigError, RunStopped, writing
-from arborl.models.find import described, resolve
-from arborl.rewards.neural import NeuralReward
-from arborl.rewards.reward_model import Record, shown, up_to_reply
-from arborl.rewards.text.base import finite
-from arborl.rewards.text.turns import ConversationTurn
+from arborl.data.reading.table_files import open_table
+from arborl.data.reading.row_reader import OfflineRowReader
+from arborl.data.reading.row_reader import messages_of_cell
+from arborl.errors import ConfigError, RunStopped, disk_errors
+from arborl.models.model_files import read_model_config, resolve
+from arborl.rewards.reward_model import NeuralReward
+from arborl.rewards.reward_model import RewardModelRecord, conversation_tokens, up_to_reply
+from arborl.rewards.text.text_reward import finite
+from arborl.rewards.text.text_measures import ConversationTurn
 from arborl.seeds import generator
 from arborl.types import Message
 
 if TYPE_CHECKING:  # needs torch
-    from arborl.learner.pairs import Pair, PairLearner, Row
+    from arborl.learner.core.pairwise import TextPair, PairLearner, EpochMetrics
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class NeuralRewardTrainer:
         if len(self.preferences) < minimum:
             count = len(self.preferences)
             raise ConfigError(f"preference_data: {count} pairs; at least {minimum} are needed, 500 recommended.")
-        self.history: list[Row] = []
+        self.history: list[EpochMetrics] = []
         """One row per epoch: `epoch`, `train_loss`, and on held-out pairs `loss` and `accuracy`."""
 
     async def train(self) -> NeuralReward:
@@ -131,9 +131,9 @@ class NeuralRewardTrainer:
         return NeuralReward(folder.absolute(), device=self.device, dtype=self.dtype)
 
     def _train(self, stop: threading.Event) -> Path:
-        from arborl.api.folder import claimed
-        from arborl.learner.pairs import NO_GAIN, PairLearner, fit
-        from arborl.models.scalar import Scorer
+        from arborl.training_run.run_folder import claimed
+        from arborl.learner.core.pairwise import UNINFORMED_LOSS, PairLearner, fit
+        from arborl.models.output_heads import SequenceScorer
 
         config = RunConfig(name="neural-reward", output_dir=self.output_dir)
         source = resolve(self.model_name, "model_name")
@@ -142,37 +142,37 @@ class NeuralRewardTrainer:
         training, held = self._pairs(renderer, max_tokens)
         with claimed(config, resuming=False) as folder:
             steps = self.epochs * math.ceil(len(training) / self.batch_size)
-            learner = PairLearner(Scorer(source, self.dtype, self.device, begin=True), self.config, steps)
+            learner = PairLearner(SequenceScorer(source, self.dtype, self.device, begin=True), self.config, steps)
             with _Progress(self, len(training), len(held), stop) as progress:
                 sizes = (self.epochs, self.batch_size, self.seed)
                 best = fit(learner, training, held, *sizes, progress.step, progress.epoch)
                 progress.check()
-            if best.get("loss", 0.0) >= NO_GAIN:
+            if best.get("loss", 0.0) >= UNINFORMED_LOSS:
                 log.warning("the reward model is not better than chance on held-out pairs")
             scale, shift = self._scale(learner, training)
-            record = Record(scale, shift, max_tokens, best.get("accuracy"), tuple(self.history))
+            record = RewardModelRecord(scale, shift, max_tokens, best.get("accuracy"), tuple(self.history))
             _save(folder, learner, source, renderer, record)
             return folder
 
     def _max_tokens(self, source: Path) -> int:
-        model = described(source)
+        model = read_model_config(source)
         limit = model.get("max_position_embeddings") or model.get("n_positions") or MAX_TOKENS
         if self.max_tokens is not None and self.max_tokens > limit:
             raise ConfigError(f"max_tokens={self.max_tokens}: {self.model_name} supports at most {limit}.")
         return self.max_tokens or min(MAX_TOKENS, int(limit))
 
-    def _pairs(self, renderer: Renderer, max_tokens: int) -> tuple[list[Pair], list[Pair]]:
+    def _pairs(self, renderer: Renderer, max_tokens: int) -> tuple[list[TextPair], list[TextPair]]:
         """Training and held-out pairs as token ids. Pairs that are equal after the cut at the start are left out."""
-        from arborl.learner.pairs import Pair
+        from arborl.learner.core.pairwise import TextPair
 
-        pairs_by_row: dict[int, Pair] = {}
+        pairs_by_row: dict[int, TextPair] = {}
         num_cut = 0
         for number, one in enumerate(self.preferences):
             sides = [self._tokens(renderer, one, side) for side in (one.better, one.worse)]
             num_cut += max(map(len, sides)) > max_tokens
             better, worse = (side[-max_tokens:] for side in sides)
             if better != worse:
-                pairs_by_row[number] = Pair(better, worse, one.weight)
+                pairs_by_row[number] = TextPair(better, worse, one.weight)
         count = len(self.preferences)
         if num_cut:
             log.warning("%d of %d pairs are longer than max_tokens=%d: cut at the start", num_cut, count, max_tokens)
@@ -190,14 +190,14 @@ class NeuralRewardTrainer:
 
     def _tokens(self, renderer: Renderer, one: Preference, side: Sequence[Any]) -> list[int]:
         try:
-            return shown(renderer, side)
+            return conversation_tokens(renderer, side)
         except ValueError as error:
             raise ConfigError(
                 f"{one.where}: {error}. Write the whole conversation: {{'prompt': …, 'chosen': …, 'rejected': …}}."
             ) from error
 
-    def _scale(self, learner: PairLearner, training: Sequence[Pair]) -> tuple[float, float]:
-        scores = learner.says(training)
+    def _scale(self, learner: PairLearner, training: Sequence[TextPair]) -> tuple[float, float]:
+        scores = learner.scores(training)
         deviation = pstdev(scores)
         if not deviation:
             raise RunStopped(
@@ -236,7 +236,7 @@ class _Progress:
         self.check()
         self.status.update(f"epoch {epoch}/{self.trainer.epochs}, pair {pairs}/{self.training}")
 
-    def epoch(self, row: Row) -> None:
+    def epoch(self, row: EpochMetrics) -> None:
         self.trainer.history.append(row)
         measured = f"  held out: loss {row['loss']:.3f}  accuracy {row['accuracy']:.1%}" if "loss" in row else ""
         seconds = time.monotonic() - self.start
@@ -247,15 +247,15 @@ class _Progress:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _save(folder: Path, learner: PairLearner, source: Path, renderer: Renderer, record: Record) -> None:
+def _save(folder: Path, learner: PairLearner, source: Path, renderer: Renderer, record: RewardModelRecord) -> None:
     """Write the model in Hugging Face format; `config.json` comes last and marks the folder as complete."""
-    from arborl.build import copy_tokenizer
+    from arborl.training_run.build import save_tokenizer
 
     partial = folder / ".making"
-    with writing(folder):
+    with disk_errors(folder):
         try:
             learner.scorer.model.save_pretrained(partial)
-            copy_tokenizer(source, renderer, partial)
+            save_tokenizer(source, renderer, partial)
             record.write(partial)
             for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
                 file.rename(folder / file.name)
@@ -309,14 +309,14 @@ def read_preferences(data: Any, fields: Mapping[str, str] | None = None) -> list
         raise ConfigError(f"preference_data: must be a list of {FORMS} or a file, not a {type(data).__name__}.")
     else:
         rows = ((f"preference_data, row {number}", row) for number, row in enumerate(data, 1))
-    reader = GivenReader("preferences", fields=fields or {}, kind="pairs")
+    reader = OfflineRowReader("preferences", fields=fields or {}, kind="pairs")
     return [_preference(row, where, reader) for where, row in rows]
 
 
-def _preference(row: Any, where: str, reader: GivenReader) -> Preference:
+def _preference(row: Any, where: str, reader: OfflineRowReader) -> Preference:
     if isinstance(row, Mapping):
         task = reader.task({key: _plain(value) for key, value in row.items()}, where)
-        better, worse = (up_to_reply([*task.messages, *side.messages]) for side in task.sides)
+        better, worse = (up_to_reply([*task.messages, *side.messages]) for side in task.responses)
         return Preference(_check_text(better, where), _check_text(worse, where), where, task.weight)
     if isinstance(row, str | bytes) or not isinstance(row, Sequence) or len(row) != 2:
         size = f" of {len(row)}" if isinstance(row, Sequence) and not isinstance(row, str | bytes) else ""
@@ -341,7 +341,7 @@ def _conversation(side: Any, where: str) -> list[Message]:
             raise ConfigError(f"{where}: empty. Fill it, or remove the row.")
         return [Message("assistant", side)]
     column = where.rpartition(", ")
-    messages = read_messages(side, column[0], column[2])
+    messages = messages_of_cell(side, column[0], column[2])
     if not any(one.role == "assistant" and (one.content.strip() or one.tool_calls) for one in messages):
         raise ConfigError(f'{where}: has no text of the assistant. Add {{"role": "assistant", "content": "…"}}.')
     return up_to_reply(messages)

@@ -23,21 +23,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from arborl import checkpoint
-from arborl.api import folder as folders
-from arborl.api.artifacts import keepsakes
-from arborl.build import Parts, build
-from arborl.config.algorithm_parts import KLConfig
-from arborl.config.run import RunConfig
+from arborl.training_run import run_folder as folders
+from arborl.training_run.artifacts import write_artifacts
+from arborl.training_run.build import RunParts, build
+from arborl.config.algorithm_config import KLConfig
+from arborl.config.run_config import RunConfig
 from arborl.conversational.agent_training import check_arguments, resolve_config, run_config, trained_agent
 from arborl.conversational.config import TrainingConfig
 from arborl.conversational.environment import Environment
 from arborl.conversational.multi_turn_agent import MultiTurnAgent
 from arborl.errors import ConfigError, EpisodeError
-from arborl.models.find import described, resolve
-from arborl.rollout.store import EpisodeStore
+from arborl.models.model_files import read_model_config, resolve
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.seeds import derive
 from arborl.track.jsonl import JsonlTracker
-from arborl.trainer.failing import FailureWatch
+from arborl.diagnosis.run_monitor import FailureMonitor
 from arborl.types import Episode, Metrics
 
 if TYPE_CHECKING:  # needs torch
@@ -134,7 +134,7 @@ class TRLRun:
     def __init__(self, run_config: RunConfig, config: TrainingConfig, folder: Path, attention: str):
         self.run_config, self.config, self.folder = run_config, config, folder
         self.attention = "sdpa" if attention == "auto" else attention
-        self.watch, self.num_logged = FailureWatch(), 0
+        self.watch, self.num_logged = FailureMonitor(), 0
 
     def run(self, runner: asyncio.Runner, objects: dict[str, Any]) -> dict[str, Any]:
         """Evaluate, train, evaluate; returns the summary."""
@@ -155,7 +155,7 @@ class TRLRun:
             summary = {"before": before, "after": after, "train_seconds": round(seconds, 3), "steps": last}
             summary |= {"seed": self.run_config.seed, "failures": self.watch.failures.state()}
             folders.write_summary(self.folder, summary)
-            runner.run(keepsakes(self.parts, self.folder, []))
+            runner.run(write_artifacts(self.parts, self.folder, []))
             return summary
         finally:
             runner.run(self.parts.close())
@@ -173,7 +173,7 @@ class TRLRun:
         from transformers import PreTrainedTokenizerFast, PrinterCallback
         from trl.trainer.utils import disable_dropout_in_model
 
-        from arborl.models.load import read_weights
+        from arborl.models.model_loading import read_weights
 
         parts = self.parts
         args = trl_arguments(self.run_config, self.config, parts, self.folder)
@@ -205,7 +205,7 @@ class TRLRun:
 
     async def play(self, step: int, weights: dict[str, Any]) -> list[Episode]:
         """Scored episodes of the update after `step`, group by group, sampled with these weights."""
-        from arborl.trainer.summary import summarize
+        from arborl.trainer.step_metrics import episode_metrics
 
         parts, rollout, seed = self.parts, self.run_config.rollout, derive(self.run_config.seed, "step", step)
         await parts.engine.load(weights, version=step)
@@ -218,8 +218,8 @@ class TRLRun:
             parts.rollout.firsts.tell(episode)
         await parts.rewards.score(groups)
         EpisodeStore(self.folder / "episodes").write(step + 1, groups)
-        self.metrics.log(summarize(groups), step + 1)
-        self.watch.look("step", step + 1, episodes)
+        self.metrics.log(episode_metrics(groups), step + 1)
+        self.watch.check("step", step + 1, episodes)
         return episodes
 
     async def evaluate(self, step: int) -> Metrics:
@@ -229,7 +229,7 @@ class TRLRun:
         result = await self.parts.evaluator.measure()
         EpisodeStore(self.folder / "episodes" / "evaluation").write(step, result.groups)
         self.metrics.log({f"evaluation/{name}": value for name, value in result.metrics.items()}, step)
-        self.watch.look("evaluation", step, result.episodes)
+        self.watch.check("evaluation", step, result.episodes)
         return result.metrics
 
     def copy_log(self, trainer: GRPOTrainer) -> None:
@@ -257,7 +257,7 @@ def check_supported(config: TrainingConfig, run: RunConfig) -> None:
         problem = "wandb_project: TRL reads it from the environment. Set WANDB_PROJECT instead."
     elif run.model.dtype == "float64":
         problem = "torch_dtype=float64: TRL's losses are in float32. Write float32."
-    elif not described(resolve(run.model.name)):
+    elif not read_model_config(resolve(run.model.name)):
         problem = f"model_name={run.model.name}: contains only adapters. Write the folder of a whole model."
     elif unused := sorted(key for key in config.overrides if not key.startswith(ROLLOUT_KEYS)):
         problem = f"overrides, {unused[0]}: is a setting of Arbor's learner, which TRL replaces. Leave it out."
@@ -277,10 +277,10 @@ def rollout_config(run: RunConfig) -> RunConfig:
     return run.model_copy(update={"model": model, "algorithm": algorithm, "learner": learner})
 
 
-def trl_arguments(run: RunConfig, config: TrainingConfig, parts: Parts, folder: Path) -> dict[str, Any]:
+def trl_arguments(run: RunConfig, config: TrainingConfig, parts: RunParts, folder: Path) -> dict[str, Any]:
     """Fields of `GRPOConfig`. TRL counts a batch in conversations, Arbor in groups. Weights are float32 and computation
     has the model's data type, which equals Arbor's float32 master weights."""
-    from arborl.learner.schedule import warmup
+    from arborl.learner.core.optimizer import warmup_steps
 
     algorithm, learner, sampling, device = run.algorithm, run.learner, run.sampling, parts.model.device
     if device.type == "cuda" and device.index:
@@ -294,7 +294,7 @@ def trl_arguments(run: RunConfig, config: TrainingConfig, parts: Parts, folder: 
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "learning_rate": parts.learner.lr * lora_scale, "weight_decay": learner.weight_decay,
         "adam_beta1": learner.betas[0], "adam_beta2": learner.betas[1], "max_grad_norm": learner.max_grad_norm,
-        "warmup_steps": warmup(learner, parts.steps),
+        "warmup_steps": warmup_steps(learner, parts.steps),
         "lr_scheduler_type": "constant_with_warmup" if learner.decay == "none" else learner.decay,
         "loss_type": LOSS_TYPES[algorithm.aggregation], "scale_rewards": algorithm.std,
         "importance_sampling_level": "sequence" if algorithm.loss == "gspo" else "token",

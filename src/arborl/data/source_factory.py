@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from arborl.config.data import DataConfig, DemonstrationsConfig, RowsConfig, SourceConfig
-from arborl.config.parts import Part as RowsPart
-from arborl.config.run import RunConfig
+from arborl.config.data_config import DataConfig, DemonstrationsConfig, RowsConfig, SourceConfig
+from arborl.config.part_config import PartConfig as RowsPart
+from arborl.config.run_config import RunConfig
 from arborl.data.mixing.mixture import Mixture, SuccessBand
 from arborl.data.mixing.task_pools import EnvPool, RowPool, StreamPool, TaskPool, call_rows
 from arborl.data.reading.row_reader import OfflineRowReader, RowKind, RowReader

@@ -49,7 +49,7 @@ class TaskSource(Protocol):
 
 def env_task(env: str, source: str, split: str, name: str, seed: int) -> Task:
     """A task that an environment makes from a seed."""
-    return Task(f"{short(source)}/{split}/{name}", source=source, env=env, fields={"split": split}, seed=seed)
+    return Task(f"{short_name(source)}/{split}/{name}", source=source, env=env, fields={"split": split}, seed=seed)
 
 
 def held_out_seed(number: int) -> int:

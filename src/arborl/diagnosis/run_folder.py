@@ -14,8 +14,8 @@ from arborl.diagnosis.run_files import RunFiles
 from arborl.diagnosis.run_monitor import PATIENCE
 from arborl.diagnosis.step_rules import BENIGN_STEP_RULES, STEP_RULES, StepRule, diagnose_step
 from arborl.diagnosis.trend_rules import TREND_RULES, TrendRule
-from arborl.failures import brief
-from arborl.types import Episode, Finish, Stop
+from arborl.failures import one_line
+from arborl.types import Episode, FinishReason, StopReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def _metric_finding(match: RuleMatch, files: RunFiles) -> Finding:
 
 
 def _num_cut_off(episode: Episode) -> float:
-    return sum(call.completion.finish is Finish.LENGTH for call in episode.calls)
+    return sum(call.completion.finish is FinishReason.LENGTH for call in episode.calls)
 
 
 def _has_failed(episode: Episode) -> float:
@@ -153,7 +153,7 @@ def _lowest_logprob(episode: Episode) -> float:
 
 
 def _is_context_full(episode: Episode) -> float:
-    return episode.stop is Stop.CONTEXT_FULL
+    return episode.stop is StopReason.CONTEXT_FULL
 
 
 EVIDENCE_SCORES: dict[str, Callable[[Episode], float]] = {
@@ -163,7 +163,7 @@ EVIDENCE_SCORES: dict[str, Callable[[Episode], float]] = {
     "cut_off_often": _num_cut_off,
     "prompts_too_long": _is_context_full,
     "context_often_full": _is_context_full,
-    "out_of_turns": lambda episode: episode.stop is Stop.MAX_TURNS,
+    "out_of_turns": lambda episode: episode.stop is StopReason.MAX_TURNS,
     "length_explodes": lambda episode: episode.sampled,
     "all_invalid": lambda episode: 1.0 - episode.metrics.get("valid", 0.0),
     "format_lost": lambda episode: 1.0 - episode.metrics.get("valid", 1.0),
@@ -194,5 +194,5 @@ def _metric_evidence(match: RuleMatch, files: RunFiles) -> tuple[Evidence, ...]:
 
 def _describe(episode: Episode) -> str:
     if episode.failure is not None:
-        return brief(episode.failure)
+        return one_line(episode.failure)
     return f"{episode.stop}, reward {episode.reward:.3g}, {episode.sampled} tokens"

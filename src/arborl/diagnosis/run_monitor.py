@@ -14,7 +14,7 @@ from arborl.diagnosis.step_rules import NEARLY_ALL, diagnose_step, step_remark
 from arborl.diagnosis.trend_rules import TREND_RULES
 from arborl.errors import RunStopped
 from arborl.failures import BEGINS as FRAMES
-from arborl.failures import Failures, printable, trimmed
+from arborl.failures import Failures, printable, trim_traceback
 from arborl.types import Episode, Metrics
 
 PATIENCE = 3
@@ -103,7 +103,7 @@ def failure_message(failed: list[Episode], num_episodes: int, when: str, in_a_ro
     lines += [f"  {cause}" for cause in causes][:MAX_CAUSES]
     if len(causes) > MAX_CAUSES:
         lines.append(f"  … and {len(causes) - MAX_CAUSES} other causes")
-    trace = trimmed(first.failure.traceback)
+    trace = trim_traceback(first.failure.traceback)
     if FRAMES in trace:  # a timeout has no traceback
         lines += ["", printable(trace)]
     return "\n".join([*lines, "", ADVICE])

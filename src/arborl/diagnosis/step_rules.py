@@ -37,7 +37,7 @@ class StepMetrics:
     @property
     def has_no_variance(self) -> bool:
         """Whether every group has zero reward variance, and nothing was learned."""
-        return self("group/flat", -1.0) >= 1 and not self.has_updated
+        return self("group/zero_variance", -1.0) >= 1 and not self.has_updated
 
     @property
     def nearly_all_failed(self) -> bool:

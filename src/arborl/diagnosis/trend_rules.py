@@ -51,7 +51,7 @@ def _share_above(name: str, limit: float, text: str, history: MetricHistory) -> 
 def entropy_collapsed(history: MetricHistory) -> TrendMatch | None:
     entropy = history["policy/entropy"]
     has_collapsed = entropy.is_long and entropy.late < 0.02 and entropy.late < 0.1 * entropy.early
-    if not has_collapsed or history.is_solved or history.late("group/flat") < 0.5:
+    if not has_collapsed or history.is_solved or history.late("group/zero_variance") < 0.5:
         return None
     return TrendMatch(_change_text("entropy", entropy, "nats per token"), entropy.last_steps)
 
@@ -112,7 +112,7 @@ def not_finite(history: MetricHistory) -> TrendMatch | None:
 
 def logprob_diff_high(history: MetricHistory) -> TrendMatch | None:
     """On tokens that the current weights sampled, so that only numerics can differ."""
-    difference, lag = history["policy/rollout_gap"], dict(history["batch/lag_mean"])
+    difference, lag = history["policy/logprob_diff"], dict(history["batch/lag_mean"])
     steps = tuple(step for step, value in difference if value > 0.05 and not lag.get(step))
     if 2 * len(steps) < len(difference) or not steps:
         return None
@@ -120,7 +120,7 @@ def logprob_diff_high(history: MetricHistory) -> TrendMatch | None:
 
 
 def logprob_diff_grows(history: MetricHistory) -> TrendMatch | None:
-    difference = history["policy/rollout_gap"]
+    difference = history["policy/logprob_diff"]
     window = difference.window
     has_grown = difference.is_long and min(difference.values[-window:]) > max(difference.values[:window])
     if not has_grown or difference.late < max(5 * difference.early, 0.01):
@@ -135,7 +135,7 @@ def engine_stale(history: MetricHistory) -> TrendMatch | None:
 
 
 def stale_dropped(history: MetricHistory) -> TrendMatch | None:
-    stale = history["dropped/stale"]
+    stale = history["rollout/dropped_stale"]
     trained = history["episode/count"].total
     if stale.total < 8 or stale.total < 0.25 * (trained + stale.total):
         return None
@@ -180,7 +180,7 @@ def reward_constant(history: MetricHistory) -> TrendMatch | None:
 
 def mostly_zero_variance(history: MetricHistory) -> TrendMatch | None:
     """Most groups, not all: a step without any variance is reported by `step_rules.py`."""
-    share = history["group/flat"]
+    share = history["group/zero_variance"]
     is_learning = history.late("episode/success") > 0.75 or history["reward/mean"].change() > 0
     if not share.is_long or not 0.8 <= share.late < 1 or is_learning:
         return None
@@ -199,7 +199,7 @@ def reward_falls(history: MetricHistory) -> TrendMatch | None:
 def reward_hacked(history: MetricHistory) -> TrendMatch | None:
     """The reward rises while success falls, in training or on held-out tasks."""
     reward, success = history["reward/mean"], history["episode/success"]
-    if reward.change() <= 0 or history.late("reward/std") == 0 == history.late("group/flat"):
+    if reward.change() <= 0 or history.late("reward/std") == 0 == history.late("group/zero_variance"):
         return None
     if success.change() < 0:
         detail = f"{_change_text('reward', reward)}, while {_change_text('success', success)}"
@@ -344,7 +344,7 @@ TREND_RULES = (
     TrendRule(
         "logprob_diff_grows", logprob_diff_grows, "engine and learner drift apart",
         "The engine samples with other weights than the learner's, or rounding grows as the policy gets sharper: "
-        "write model.head=float32, a smaller rollout.max_lag, or algorithm.guard.kind=tis.",
+        "write model.head=float32, a smaller rollout.max_lag, or algorithm.importance_weights.kind=tis.",
     ),
     TrendRule(
         "engine_stale", engine_stale, "the server's weights are not the learner's",

@@ -9,7 +9,7 @@ from typing import Any
 from arborl.chat import Renderer
 from arborl.chat.conversation import Conversations
 from arborl.diagnosis.finding import Finding, State
-from arborl.types import Completion, Finish, Message, ToolCall, ToolSpec
+from arborl.types import Completion, FinishReason, Message, ToolCall, ToolSpec
 
 REPLY = "An answer of some words."
 USER = Message("user", "Hello.")
@@ -50,10 +50,10 @@ def append_only(subject: TemplateSubject) -> Finding:
     for kind, text in replies.items():
         messages, conversations = [Message("user", "What is 2 + 3?")], Conversations(renderer)
         prompt = conversations.prompt(messages)
-        ids = (*renderer.encode(renderer.said(text)), end_token(renderer) or renderer.stop[0])
-        completion = Completion(ids, (0.0,) * len(ids), Finish.STOP)
+        ids = (*renderer.encode(renderer.escape_reply(text)), end_token(renderer) or renderer.stop[0])
+        completion = Completion(ids, (0.0,) * len(ids), FinishReason.STOP)
         reply = renderer.read(completion)
-        conversations.sampled(prompt, completion, said=reply)
+        conversations.record(prompt, completion, reply=reply)
         if not conversations.prompt([*messages, reply, Message("user", "And 3 + 4?")]).reused:
             rewritten.append(kind)
     if not rewritten:
@@ -133,7 +133,7 @@ def tool_round_trip(subject: TemplateSubject) -> Finding:
     advice += "`pythonic`, `qwen_xml`, `react`), or your own parser."
     state: State = "fail" if subject.tools else "warn"
     text = renderer.parser.format(CALL)
-    ids = renderer.encode(renderer.said(text))
+    ids = renderer.encode(renderer.escape_reply(text))
     if not _is_call(renderer.parser.parse(renderer.decode(ids))):
         return Finding(name, state, f"the call {text!r} is not parsed as it was written", advice)
     question = [Message("user", "What is 2 + 3?")]

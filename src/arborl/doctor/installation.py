@@ -99,25 +99,25 @@ def extras() -> Finding:
 
 
 def embedded_model() -> Finding:
-    from arborl.models.find import SEEDLING_DIR
+    from arborl.models.model_files import SEEDLING_DIR
 
     files = sorted(SEEDLING_DIR.glob("*.safetensors"))
     if not files:
         advice = "Reinstall arborl, or build it: python -m arborl.seedling.make"
-        return Finding("embedded model", "fail", f"no weights in {WEIGHTS}", advice)
-    size = sum(file.stat().st_size for file in WEIGHTS.iterdir() if file.is_file())
+        return Finding("embedded model", "fail", f"no weights in {SEEDLING_DIR}", advice)
+    size = sum(file.stat().st_size for file in SEEDLING_DIR.iterdir() if file.is_file())
     return Finding("embedded model", "ok", f"seedling, {size / 1e6:.1f} MB")
 
 
 def chat_template() -> Finding:
     from arborl.chat import Renderer
     from arborl.doctor.chat_template_check import TemplateSubject, append_only
-    from arborl.models.seedling import WEIGHTS
+    from arborl.models.model_files import SEEDLING_DIR
 
     name = "chat template"
     if not (SEEDLING_DIR / "tokenizer.json").is_file():
         return Finding(name, "fail", "not checked: the embedded model has no tokenizer", "See embedded model.")
-    return replace(append_only(TemplateSubject(Renderer.from_folder(WEIGHTS), {}, tools=True)), name=name)
+    return replace(append_only(TemplateSubject(Renderer.from_folder(SEEDLING_DIR), {}, tools=True)), name=name)
 
 
 def run_folder() -> Finding:

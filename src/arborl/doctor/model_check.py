@@ -10,22 +10,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from arborl.algorithms.algorithm import Needs
-from arborl.build import Parts, build, renderer_of
+from arborl.algorithms.recipe import AlgorithmNeeds
+from arborl.training_run.build import RunParts, build, make_renderer
 from arborl.checkpoint import check_model
-from arborl.config.run import RunConfig
+from arborl.config.run_config import RunConfig
 from arborl.diagnosis.finding import Evidence, Finding, State, run_checks
 from arborl.diagnosis.step_rules import BENIGN_STEP_RULES, diagnose_step
 from arborl.doctor.chat_template_check import TEMPLATE_CHECKS, TemplateSubject
 from arborl.envs.checker import check_env
 from arborl.errors import ArborError
-from arborl.models.find import check_supported, described, resolve
-from arborl.rollout.tree import plant
+from arborl.models.model_files import check_supported, read_model_config, resolve
+from arborl.rollout.token_trees import build_token_trees
 from arborl.seeds import derive
 from arborl.trainer.step_metrics import batch_metrics, episode_metrics
 from arborl.trainer.training_batch import prepare_batch
 from arborl.trainer.weight_probe import StaleEngine, WeightSyncProbe
-from arborl.types import GIVEN, Episode, Forest, Group, Metrics, Terms
+from arborl.types import NOT_SAMPLED, Episode, Forest, Group, Metrics, Terms
 
 BROKEN = "The model, or a part that the configuration names, is broken: fix it, or name another."
 MAX_TASKS, MAX_GROUP_SIZE = 4, 8
@@ -46,11 +46,11 @@ def examine_model(config: RunConfig) -> list[Finding]:
     findings: list[Finding] = []
     try:
         folder = check_model(resolve(config.model.name))
-        model_config = described(folder)
+        model_config = read_model_config(folder)
         check_supported(model_config, config.model.name, config.sampling.max_context)
         findings.append(Finding("model", "ok", f"{model_config.get('model_type', 'a model')} in {folder}"))
         has_tools = bool(config.tools) or any(source.tools for source in config.data.sources.values())
-        subject = TemplateSubject(renderer_of(config, folder), model_config, has_tools)
+        subject = TemplateSubject(make_renderer(config, folder), model_config, has_tools)
     except (ArborError, OSError, ValueError) as error:
         return [*findings, Finding("model", "fail", str(error), "Do what the message says, or name another model.")]
     return findings + run_checks(TEMPLATE_CHECKS, BROKEN, subject) + _check_first_step(config)
@@ -66,7 +66,7 @@ def _check_first_step(config: RunConfig) -> list[Finding]:
     return asyncio.run(_run_first_step(parts))
 
 
-async def _run_first_step(parts: Parts) -> list[Finding]:
+async def _run_first_step(parts: RunParts) -> list[Finding]:
     try:
         with _without_warnings():
             step = await first_step(parts)
@@ -93,7 +93,7 @@ def _without_warnings() -> Iterator[None]:
 class FirstStep:
     """One training step: its episodes, the models' log-probabilities, and the effect of the update."""
 
-    parts: Parts
+    parts: RunParts
     groups: list[Group]
     forest: Forest
     terms: Terms
@@ -111,32 +111,32 @@ class FirstStep:
     @property
     def sampled(self) -> np.ndarray:
         """Mask of the terms that an engine sampled."""
-        return np.asarray(self.terms.version != GIVEN)
+        return np.asarray(self.terms.version != NOT_SAMPLED)
 
 
-async def first_step(parts: Parts) -> FirstStep:
+async def first_step(parts: RunParts) -> FirstStep:
     """Collect episodes and update, as the trainer does; the weights change in memory only."""
     config, learner, algorithm = parts.config, parts.learner, parts.algorithm
     tasks = parts.source.take(0, min(MAX_TASKS, config.rollout.tasks_per_step))
     await parts.engine.load(learner.weights(), version=0)
     probe = WeightSyncProbe(parts.engine)
     await probe.start()
-    if config.data.given:
-        groups = parts.rollout.shown(tasks)
+    if config.data.offline:
+        groups = parts.rollout.offline_groups(tasks)
     else:
         seed = derive(config.seed, "step", 0)
         groups = await parts.rollout.collect(tasks, seed, min(MAX_GROUP_SIZE, config.rollout.group_size))
         await parts.rewards.score(groups)
-    forest = plant([Group(group.task, group.survivors) for group in groups if group.survivors])
-    needs = Needs(proximal=True, reference=algorithm.needs.reference)
-    terms = learner.look(forest.trees, forest.terms, needs)
+    forest = build_token_trees([Group(group.task, group.valid_episodes) for group in groups if group.valid_episodes])
+    needs = AlgorithmNeeds(proximal=True, reference=algorithm.needs.reference)
+    terms = learner.score_terms(forest.trees, forest.terms, needs)
     kept, batch, batch_terms = prepare_batch(algorithm, learner, groups)
     batch_terms = algorithm.credit(kept, batch_terms)
     metrics = episode_metrics(groups) | batch_metrics(batch, batch_terms, 0) | algorithm.metrics()
     metrics |= learner.update(batch.trees, batch_terms, algorithm, [])
     update_size, stale_message = float("nan"), ""
     if metrics.get("learner/steps") and len(terms):
-        after = learner.look(forest.trees, forest.terms, Needs(proximal=True))
+        after = learner.score_terms(forest.trees, forest.terms, AlgorithmNeeds(proximal=True))
         update_size = float(np.mean(np.abs(after.proximal - terms.proximal)))
         await parts.engine.load(learner.weights(), version=1)
         try:
@@ -160,7 +160,7 @@ def check_episodes(step: FirstStep) -> Finding:
 
 
 def check_environment(step: FirstStep) -> Finding:
-    if step.parts.config.data.given:
+    if step.parts.config.data.offline:
         return Finding("environment", "ok", "none: the data are demonstrations")
     task = step.parts.source.take(0, 1)[0]
     problems = check_env(lambda: step.parts.cast.env(task), task, steps=8, seconds=ENV_SECONDS)
@@ -228,12 +228,12 @@ def check_reference(step: FirstStep) -> Finding:
 
 def check_reward_variance(step: FirstStep) -> Finding:
     name = "reward variance"
-    if step.parts.config.data.given:
+    if step.parts.config.data.offline:
         return Finding(name, "ok", "the data are demonstrations: no rewards")
     rule = diagnose_step(step.metrics | {"step": 1})
     if rule is not None and rule.name not in BENIGN_STEP_RULES:
         return Finding(name, "warn", rule.summary, rule.advice, _evidence(step.episodes))
-    share, reward = step.metrics.get("group/flat", 0.0), step.metrics.get("reward/mean", 0.0)
+    share, reward = step.metrics.get("group/zero_variance", 0.0), step.metrics.get("reward/mean", 0.0)
     detail = f"{1 - share:.0%} of {len(step.groups)} groups have reward variance; mean reward {reward:.3g}"
     if share > 0.75:
         return Finding(name, "warn", detail, "Use tasks that are sometimes solved, or a larger rollout.group_size.")
@@ -292,9 +292,9 @@ def check_weight_sync(step: FirstStep) -> Finding:
 def check_memory(step: FirstStep) -> Finding:
     plan = step.parts.plan
     if plan.fits:
-        return Finding("memory forecast", "ok", plan.told)
+        return Finding("memory forecast", "ok", plan.summary)
     smaller = "engine.kv_tokens, sampling.max_context or learner.micro_batch_tokens, or model.lora.rank=16."
-    return Finding("memory forecast", "warn", plan.told, plan.warning or f"Write a smaller {smaller}")
+    return Finding("memory forecast", "warn", plan.summary, plan.warning or f"Write a smaller {smaller}")
 
 
 STEP_CHECKS: tuple[Callable[[FirstStep], Finding], ...] = (

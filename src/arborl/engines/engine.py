@@ -6,14 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from arborl.types import Completion, Finish, Message, Metrics, Sampling
+from arborl.types import Completion, FinishReason, Message, Metrics, Sampling
 
 if TYPE_CHECKING:
     import torch
 
 Weights = Mapping[str, "torch.Tensor"]
 """Parameters by name. A tensor that is already the engine's own costs nothing."""
-ChatFunction = Callable[..., Awaitable[tuple[Message, Finish]]]
+ChatFunction = Callable[..., Awaitable[tuple[Message, FinishReason]]]
 """`chat(messages, tools, sampling, *, session)`: the next message and its finish reason."""
 PROBE_SESSION = "probe"
 """Session of the requests that verify new weights: they run while the engine is paused."""

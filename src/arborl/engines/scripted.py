@@ -61,7 +61,7 @@ class ScriptedEngine(Engine):
         reply = self.replies[index % len(self.replies)]
         tokens = reply[: sampling.max_tokens]
         cut = self._stop_text_end(tokens, sampling.stop_texts)
-        finish = Finish.STOP if cut or tokens == reply else Finish.LENGTH
+        finish = FinishReason.STOP if cut or tokens == reply else FinishReason.LENGTH
         tokens = tokens[:cut] if cut else tokens
         self.sampled += len(tokens)
         return Completion(tokens, (0.0,) * len(tokens), finish, self.version)

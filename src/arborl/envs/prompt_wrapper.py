@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from arborl.config.prompt import PromptConfig, places
+from arborl.config.part_config import PromptConfig, template_fields
 from arborl.envs.env import Env, Observation, Step, format_answer, parse_answer
 from arborl.envs.validation import observation_errors, step_errors
 from arborl.envs.wrapper import EnvWrapper, as_async_env, inner_attribute, is_blocking
@@ -179,7 +179,7 @@ class PromptWrapper(EnvWrapper):
 
 @lru_cache(maxsize=256)
 def _placeholders(*templates: str) -> frozenset[str]:
-    return frozenset(name for template in templates for name in places(template))
+    return frozenset(name for template in templates for name in template_fields(template))
 
 
 def example_reply(pattern: re.Pattern[str], action: str) -> str:

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from arborl.rewards.reward import Reward, reward
-from arborl.types import Episode, Stop
+from arborl.types import Episode, StopReason
 
 # ------------------------------------------------------------------------------------------------ finding the answer
 
@@ -311,7 +311,7 @@ class PenalizedReward(Reward):
         self.exceeded, self.too_few_turns, self.invalid = exceeded, too_few_turns, invalid
 
     async def __call__(self, episode: Episode) -> float | dict[str, float]:
-        if episode.stop in (Stop.CONTEXT_FULL, Stop.MAX_TURNS):
+        if episode.stop in (StopReason.CONTEXT_FULL, StopReason.MAX_TURNS):
             return self.exceeded
         if episode.metrics.get("context/too_few_turns", 0.0) > 0:
             return self.too_few_turns

@@ -18,10 +18,10 @@ from typing import Any
 from arborl.chat.formats.fence import FenceParser
 from arborl.rewards.answers import field_of, last_tagged
 from arborl.rewards.asserts import Asserts, read_asserts
-from arborl.sandbox import Limits, Outcome, run_code
+from arborl.sandbox import SandboxLimits, SandboxResult, run_code
 from arborl.types import Episode
 
-RunCode = Callable[[str, str], Awaitable[Outcome]]
+RunCode = Callable[[str, str], Awaitable[SandboxResult]]
 """(code, standard input) -> outcome."""
 
 
@@ -73,14 +73,14 @@ class CodeTests:
         if max_cases < 1:
             raise ValueError(f"max_cases={max_cases}: give 1 or more")
         self.field, self.partial, self.max_cases = field, partial, max_cases
-        self.limits = Limits(wall_seconds=2 * seconds, cpu_seconds=seconds, memory_mb=memory_mb)
+        self.limits = SandboxLimits(wall_seconds=2 * seconds, cpu_seconds=seconds, memory_mb=memory_mb)
 
     async def __call__(self, episode: Episode) -> float:
         cases = read_cases(field_of(episode, self.field, f"reward {self.name!r}"))[: self.max_cases]
         passed = await run_cases(final_code(episode.answer), cases, self._run)
         return sum(passed) / len(passed) if self.partial else float(all(passed))
 
-    async def _run(self, code: str, stdin: str) -> Outcome:
+    async def _run(self, code: str, stdin: str) -> SandboxResult:
         return await run_code(code, stdin, limits=self.limits)
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import httpx
 
-from arborl.errors import queued
+from arborl.errors import paused_deadlines
 from arborl.rewards.answers import PenalizedReward, count_sentences, exact_match, field_of, final_part
 from arborl.types import Episode
 
@@ -69,7 +69,7 @@ class ChatEndpoint:
         key = os.environ.get(self.key, "")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         semaphore = self._loop_semaphore()
-        with queued():
+        with paused_deadlines():
             await semaphore.acquire()
         try:
             async with httpx.AsyncClient(timeout=self.seconds, headers=headers) as client:

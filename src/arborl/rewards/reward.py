@@ -17,9 +17,9 @@ from typing import Any, Protocol, overload, runtime_checkable
 
 from arborl.busy_time import BusyTime
 from arborl.errors import EpisodeError, boundary
-from arborl.failures import Firsts
+from arborl.failures import FirstFailureLogger
 from arborl.rewards.threaded_calls import call, call_in_thread, is_async
-from arborl.spans import scored
+from arborl.spans import end_scored_spans
 from arborl.tools.core.background_threads import abandoned_calls
 from arborl.types import Episode, Group, Metrics
 
@@ -181,7 +181,7 @@ class Rewards:
         self.seconds = seconds
         self.firsts = FirstFailureLogger(log)
         self.busy_time = BusyTime()
-        self.stuck_before = left_behind.stuck()
+        self.stuck_before = abandoned_calls.stuck()
         """Calls of other components of this process that hung before."""
         self.remote: MetricsSource | None = None
         """Workers on a cluster that compute the rewards."""
@@ -193,7 +193,7 @@ class Rewards:
 
     def metrics(self) -> Metrics:
         """Time in which a reward was running since the last call, and calls that hang in threads."""
-        stuck = sum(count for name, count in (left_behind.stuck() - self.stuck_before).items() if is_reward_call(name))
+        stuck = sum(count for name, count in (abandoned_calls.stuck() - self.stuck_before).items() if is_reward_call(name))
         metrics = {"time/rewards": self.busy_time.busy(), "rewards/calls_stuck": float(stuck)}
         return metrics | (self.remote.metrics() if self.remote is not None else {})
 
@@ -217,15 +217,15 @@ class Rewards:
             for episode in group.valid_episodes:
                 await self.judge(episode)
         else:
-            await asyncio.gather(*(self.judge(episode) for episode in group.survivors))
+            await asyncio.gather(*(self.judge(episode) for episode in group.valid_episodes))
         for name, one, weight in self.called:
             if _is_group_reward(one):
                 with self.busy_time:
                     await self._compare(name, one, weight, group.valid_episodes)
         for name, whole, weight in self.combined:
-            await asyncio.gather(*(self._combine(name, whole, weight, episode) for episode in group.survivors))
+            await asyncio.gather(*(self._combine(name, whole, weight, episode) for episode in group.valid_episodes))
         has_judge = any(weight != 0 and not getattr(one, "by_turn", False) for _, one, weight in self.rewards)
-        for episode in group.survivors:
+        for episode in group.valid_episodes:
             for name in self.unweighted:
                 episode.metrics[f"reward/{name}"] = _pop_sum(name, episode.rewards)
             if has_judge or episode.metrics.get("judged", 1.0):
@@ -299,7 +299,7 @@ def _is_group_reward(one: object) -> bool:
 
 
 def is_reward_call(name: str) -> bool:
-    """Whether a call in a thread (`arborl.tools.threads`) belongs to a reward."""
+    """Whether a call in a thread (`arborl.tools.core.background_threads`) belongs to a reward."""
     return name.startswith("reward ")
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arborl.chat import Renderer
-from arborl.errors import ConfigError, queued, writing
-from arborl.models.find import described, holds_model
+from arborl.errors import ConfigError, paused_deadlines, disk_errors
+from arborl.models.model_files import read_model_config, is_model_folder
 from arborl.rewards.reward import Reward
 from arborl.rewards.text.text_measures import as_turns, episode_of
 from arborl.rewards.text.text_reward import Context, RewardFunction, RewardResult, Turns
@@ -96,9 +96,9 @@ class RewardModel(Reward):
         shift: float | None = None,
     ):
         self.folder = Path(path).expanduser()
-        if not holds_model(self.folder):
+        if not is_model_folder(self.folder):
             raise ValueError(f"path={path}: not the folder of a Hugging Face model. Give one with a config.json.")
-        config = described(self.folder)
+        config = read_model_config(self.folder)
         kinds, labels = config.get("architectures") or [""], config.get("id2label")
         if not str(kinds[0]).endswith("ForSequenceClassification") or not isinstance(labels, dict) or len(labels) != 1:
             raise ValueError(f"path={path}: is a {kinds[0] or 'model'}, not a sequence classifier with one label.")
@@ -121,7 +121,7 @@ class RewardModel(Reward):
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
         try:
-            with queued():  # the deadline is paused while others are scored
+            with paused_deadlines():  # the deadline is paused while others are scored
                 await request.started
             return self.scale * await request.score + self.shift
         finally:
@@ -158,9 +158,9 @@ class RewardModel(Reward):
                 if not request.score.done():
                     request.score.set_result(score)
 
-    def _load(self) -> Scorer:
+    def _load(self) -> SequenceScorer:
         """The model, loaded on first use because it imports torch."""
-        from arborl.models.scalar import Scorer
+        from arborl.models.output_heads import SequenceScorer
 
         if self._scorer is None:
             self._scorer = SequenceScorer(self.folder, self.dtype, self.device)
@@ -242,7 +242,7 @@ class NeuralReward(RewardFunction):
         to = Path(folder).expanduser()
         if to.exists() and (not to.is_dir() or any(to.iterdir())):
             raise ConfigError(f"{to}: exists. Give a new or an empty folder.")
-        with writing(to):
+        with disk_errors(to):
             shutil.copytree(self.folder, to, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*"))
         return to
 

@@ -1,7 +1,7 @@
 """Sync reward functions in threads: a blocking function delays neither the event loop nor other rewards.
 
 The deadline is that of the `boundary` around the call. A call that does not return is abandoned
-(`arborl.tools.threads`). Calls that wait, for example for a judge, may be many at once. Calls that compute share one
+(`arborl.tools.core.background_threads`). Calls that wait, for example for a judge, may be many at once. Calls that compute share one
 interpreter lock: more at once would only exceed their deadlines. So few start, and more while the threads use little
 CPU time.
 """
@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from arborl.errors import current_deadline, queued
-from arborl.tools.threads import in_thread
+from arborl.errors import current_deadline, paused_deadlines
+from arborl.tools.core.background_threads import run_in_thread
 
 MIN_CONCURRENCY = 8
 MAX_CONCURRENCY = 256
@@ -57,7 +57,7 @@ async def call_in_thread(function: Callable[..., Any], *args: Any, **more: Any) 
     await concurrency.acquire()
     try:
         name, seconds = current_deadline() or (getattr(function, "__name__", type(function).__name__), DEFAULT_SECONDS)
-        value = await in_thread(functools.partial(concurrency.measured, function, *args, **more), name, seconds)
+        value = await run_in_thread(functools.partial(concurrency.measured, function, *args, **more), name, seconds)
     except ValueError as error:
         if MAIN_THREAD not in str(error):
             raise
@@ -90,7 +90,7 @@ class AdaptiveConcurrency:
         self.waiting.append(admitted)
         self._schedule_check()
         try:
-            with queued():
+            with paused_deadlines():
                 await admitted
         except asyncio.CancelledError:
             if not admitted.cancelled():  # admitted at the same moment

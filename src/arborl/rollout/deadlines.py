@@ -18,7 +18,7 @@ from pathlib import Path
 from types import CoroutineType, FrameType
 from typing import Any, ClassVar
 
-from arborl.errors import EpisodeError, EpisodeOver, boundary
+from arborl.errors import EpisodeError, EpisodeLimitReached, boundary
 from arborl.rewards.reward import Rewards
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ async def call_with_deadline(
             value, pending = (first, None) if is_done else (None, ResumedCoroutine(value, first))
         elif isawaitable(value):
             pending = value
-    except (EpisodeError, EpisodeOver, KeyboardInterrupt):
+    except (EpisodeError, EpisodeLimitReached, KeyboardInterrupt):
         raise
     except BaseException as error:  # `sys.exit` too; before the first wait only the callee itself can cancel
         raise EpisodeError(where, error) from error

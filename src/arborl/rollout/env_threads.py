@@ -78,7 +78,7 @@ class EnvThread:
         def job() -> None:
             last()
             self.has_ended = True
-            self.pool.left.came_back(self)
+            self.pool.left.remove(self)
 
         self.submit(job)
 
@@ -129,7 +129,7 @@ class ThreadPool:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.idle: list[EnvThread] = []
-        self.left = LeftBehind()
+        self.left = AbandonedCalls()
         """Abandoned threads whose call has not returned."""
         self.num_abandoned = 0
 
@@ -168,7 +168,7 @@ class ThreadPool:
         return {"rollout/threads_abandoned": float(abandoned), "rollout/threads_stuck": float(len(self.left.calls))}
 
 
-class ThreadEnv(PassingEnv):
+class ThreadEnv(EnvWrapper):
     """An environment that is made and called in one thread.
 
     Args:

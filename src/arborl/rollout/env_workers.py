@@ -51,7 +51,7 @@ class Workers:
             env = self._thread_env(name, seconds)
             await env.open(make)
             env.release()
-            if not blocks(env.env):
+            if not is_blocking(env.env):
                 self.non_blocking.add(name)
 
     async def place(self, make: Callable[[], Env], name: str | None, seconds: float) -> tuple[Env, str]:
@@ -66,8 +66,8 @@ class Workers:
         """
         if self.kind == "none" or (self.kind == "auto" and name in self.non_blocking):
             env = make()
-            if self.kind == "none" or not blocks(env):
-                return env, name or kind_of(env)
+            if self.kind == "none" or not is_blocking(env):
+                return env, name or env_class_name(env)
             self.non_blocking.discard(name)  # another class with the same name: it is made again, in a thread
         threaded = self._thread_env(name, seconds)
         self.threads.left.admit(threaded.name, KILLABLE)

@@ -59,7 +59,7 @@ class EpisodeStore:
         """Write the episodes of a step atomically. Writing a step again replaces the file."""
         path = self.folder / f"step-{step:06}.jsonl"
         temporary = path.with_name(f".{path.name}.tmp")
-        with writing(path):
+        with disk_errors(path):
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 with temporary.open("wb") as file:
@@ -173,8 +173,8 @@ def _calls_to(calls: Sequence[Call]) -> list[dict[str, Any]]:
         row["finish"], row["version"], row["seconds"] = completion.finish.value, completion.version, completion.seconds
         if completion.versions:
             row["versions"] = list(completion.versions)
-        if call.rivals:
-            row["rivals"] = [_alternatives_to(others) for others in call.rivals]
+        if call.top_logprobs:
+            row["rivals"] = [_alternatives_to(others) for others in call.top_logprobs]
         rows.append(row)
     return rows
 
@@ -210,7 +210,7 @@ def _calls_from(rows: Sequence[Mapping[str, Any]]) -> list[Call]:
             versions=tuple(row.get("versions", ())),
         )
         messages, reply = _messages_from(row, earlier_messages)
-        drawn = Drawn(*row["drawn"]) if "drawn" in row else None
+        drawn = SamplingDistribution(*row["drawn"]) if "drawn" in row else None
         rivals = tuple(tuple(zip(flat[::2], flat[1::2], strict=True)) for flat in row.get("rivals", ()))
         calls.append(Call(prompt, completion, row["turn"], row.get("trained", True), messages, reply, drawn, rivals))
     return calls

@@ -17,7 +17,7 @@ from typing import Any
 
 from arborl.registry import Registry
 from arborl.seeds import derive
-from arborl.types import GIVEN, Episode, Group, Metrics, Task
+from arborl.types import NOT_SAMPLED, Episode, Group, Metrics, Task
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +31,12 @@ UNSAMPLED = -1
 
 def varied(group: Group) -> bool:
     """The rewards differ, so the advantages are not all 0 (dynamic sampling of DAPO)."""
-    return len({episode.reward for episode in group.survivors}) > 1
+    return len({episode.reward for episode in group.valid_episodes}) > 1
 
 
 def solvable(group: Group) -> bool:
     """At least one episode succeeds."""
-    return any(episode.metrics.get("success", 0.0) >= 1 for episode in group.survivors)
+    return any(episode.metrics.get("success", 0.0) >= 1 for episode in group.valid_episodes)
 
 
 FILTERS = Registry(
@@ -108,8 +108,8 @@ class BatchSlot:
     @property
     def oldest_version(self) -> int:
         """Oldest policy version among the tokens of the finished groups, as reported by the engine."""
-        calls = [call.completion for group in self.groups for episode in group.survivors for call in episode.calls]
-        return min((done.oldest for done in calls if done.tokens and done.version != GIVEN), default=UNSAMPLED)
+        calls = [call.completion for group in self.groups for episode in group.valid_episodes for call in episode.calls]
+        return min((done.oldest for done in calls if done.tokens and done.version != NOT_SAMPLED), default=UNSAMPLED)
 
     def cancel(self) -> None:
         job, self.job, self.running = self.job, None, None
@@ -320,4 +320,4 @@ COUNTED = (
 
 def count_metrics(counts: Counter[str]) -> Metrics:
     """The counts as metrics. Zeros are included so that every step has the same columns."""
-    return {f"rollout/{name}": float(counts[name]) for name in COUNTED} | {"dropped/stale": float(counts["stale"])}
+    return {f"rollout/{name}": float(counts[name]) for name in COUNTED} | {"rollout/dropped_stale": float(counts["stale"])}

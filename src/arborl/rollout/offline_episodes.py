@@ -14,10 +14,10 @@ from itertools import takewhile
 from arborl.chat.control_tokens import Rendered
 from arborl.chat.conversation import Conversations, Prompt
 from arborl.chat.renderer import Renderer
-from arborl.config.run import RunConfig
+from arborl.config.run_config import RunConfig
 from arborl.data.reading.row_reader import OfflineResponse, OfflineTask, RowKind
 from arborl.data.source_factory import OfflineRows
-from arborl.types import GIVEN, Call, Completion, Episode, Finish, Group, Message, Stop, Turn
+from arborl.types import NOT_SAMPLED, Call, Completion, Episode, FinishReason, Group, Message, StopReason, Turn
 
 ROW_KINDS: dict[str, RowKind] = {"sft": "transcripts", "dpo": "pairs", "ipo": "pairs", "kto": "labels"}
 """Loss -> kind of rows."""
@@ -54,7 +54,7 @@ class OfflineEpisodes:
     @classmethod
     def of(cls, config: RunConfig, renderer: Renderer) -> OfflineEpisodes:
         """From the configuration of a run."""
-        with_mismatched = config.data.given and config.algorithm.loss == "kto"
+        with_mismatched = config.data.offline and config.algorithm.loss == "kto"
         return cls(renderer, config.sampling.max_context, with_mismatched)
 
     def rows(self, loss: str) -> OfflineRows:
@@ -93,7 +93,7 @@ class OfflineEpisodes:
             episode.calls.append(Call(prompt.tokens, completion, turn, trained, tuple(messages), reply))
             observation = takewhile(lambda one: one.role != "assistant", response.messages[at:])
             episode.turns.append(Turn(reply, tuple(observation)))
-            conversations.sampled(prompt, completion, said=reply)
+            conversations.record(prompt, completion, reply=reply)
             messages.append(reply)
             if finish is FinishReason.LENGTH:
                 episode.stop = StopReason.CONTEXT_FULL
@@ -114,7 +114,7 @@ class OfflineEpisodes:
                 "sampled text is unknown. Write the call into the content, as the model does, and remove tool_calls"
             )
         else:
-            rest = renderer.said(_without_think(prompt, message.content))
+            rest = renderer.escape_reply(_without_think(prompt, message.content))
         ids = self._encode(rest)
         end = next((i for i, token in enumerate(ids) if token in renderer.stop), None)
         return [*ids, renderer.stop[0]] if end is None else ids[: end + 1]

@@ -10,14 +10,14 @@ from typing import Any
 
 from arborl.agents.agent_interface import Agent, as_agent, is_async
 from arborl.agents.context.managed_conversation import ContextPolicy
-from arborl.config.data import SourceConfig
-from arborl.config.run import AgentConfig, ContextConfig, EnvConfig, RewardConfig, RunConfig, ToolConfig
+from arborl.config.data_config import SourceConfig
+from arborl.config.run_config import AgentConfig, ContextConfig, EnvConfig, RewardConfig, RunConfig, ToolConfig
 from arborl.envs.env import Env
-from arborl.envs.prompted import Sizes
+from arborl.envs.prompt_wrapper import PromptLimits
 from arborl.errors import ConfigError
 from arborl.registry import check_arguments
 from arborl.rollout.recorder import EpisodeLimits
-from arborl.tools.opened import names
+from arborl.tools.tool_loader import tool_names
 from arborl.types import Sampling, Task
 
 IMMUTABLE = (str, int, float, bool, type(None))
@@ -125,7 +125,7 @@ class SourceParts:
     tools: tuple[ToolConfig, ...]
     rewards: tuple[RewardConfig, ...]
     tool_args: Mapping[str, dict[str, Any]]
-    sizes: Sizes
+    sizes: PromptLimits
     """Limits that its prompts may mention."""
     context: ContextPolicy | None
     """Policy for conversations that exceed the context window."""
@@ -135,13 +135,13 @@ def parts_by_source(config: RunConfig) -> dict[str, SourceParts]:
     """The parts of the run, under the empty name, and those of each source."""
     max_turns, max_tokens = config.rollout.max_turns, config.sampling.max_tokens
     run = config.agent, config.env, config.tools, config.rewards, config.agent.tool_args
-    parts = {"": SourceParts("", *run, Sizes(max_turns, max_tokens), context_policy(config.context))}
+    parts = {"": SourceParts("", *run, PromptLimits(max_turns, max_tokens), context_policy(config.context))}
     for name, source in config.data.sources.items():
         agent = source.agent or config.agent
         tools = config.tools if source.tools is None else source.tools
         tool_args = agent.tool_args
         if source.agent is None:  # the run's agent with other tools: arguments of tools that it lacks do not apply
-            tool_args = {tool: args for tool, args in tool_args.items() if tool in names(tools)}
+            tool_args = {tool: args for tool, args in tool_args.items() if tool in tool_names(tools)}
         parts[name] = SourceParts(
             f"data.sources.{name}.",
             agent,
@@ -149,7 +149,7 @@ def parts_by_source(config: RunConfig) -> dict[str, SourceParts]:
             tools,
             source.rewards or config.rewards,
             tool_args,
-            Sizes(source.limits.max_turns or max_turns, source.sampling.max_tokens or max_tokens),
+            PromptLimits(source.limits.max_turns or max_turns, source.sampling.max_tokens or max_tokens),
             context_policy(source.context or config.context),
         )
     return parts

@@ -158,7 +158,7 @@ class Recorder:
         sampling: Sampling,
         limits: EpisodeLimits,
         episode: Episode,
-        drawn: Drawn | None = None,
+        drawn: SamplingDistribution | None = None,
         engine_time: BusyTime | None = None,
         num_top_logprobs: int = 0,
     ):
@@ -227,10 +227,10 @@ class Recorder:
         alternatives: tuple[tuple[tuple[int, float], ...], ...] = ()
         if (chat := getattr(self.engine, "chat", None)) is not None:
             completion, reply = await self._chat_completion(chat, shown, specs, sampling)
-            written = self.renderer.written(completion)
+            written = self.renderer.split_completion(completion)
         else:
             completion, alternatives = await self._generate(prompt, sampling)
-            written = self.renderer.written(completion)
+            written = self.renderer.split_completion(completion)
             reply = self.renderer.message(begins + written[0])
         call = Call(prompt.tokens, completion, turn, True, shown, reply, self.drawn, alternatives)
         self._record(prompt, call, position, written)
@@ -264,7 +264,7 @@ class Recorder:
     ) -> tuple[Completion, Message]:
         """From an engine that takes messages. The log-probabilities are unknown (NaN)."""
         reply, finish = await call_without_deadline(ENGINE, chat, messages, tools, sampling, session=self.episode.id)
-        ids = self.renderer.encode(self.renderer.said(reply.content))
+        ids = self.renderer.encode(self.renderer.escape_reply(reply.content))
         tokens = (*ids, *(self.renderer.stop[:1] if finish is FinishReason.STOP else ()))
         return Completion(tokens, (math.nan,) * len(tokens), finish, NOT_SAMPLED), reply
 
@@ -304,7 +304,7 @@ class Recorder:
             self.episode.metrics[name] = self.episode.metrics.get(name, 0.0) + value
 
 
-class RecordedEnv(PassingEnv):
+class RecordedEnv(EnvWrapper):
     """An environment that records its turns in the episode and has a deadline for each call.
 
     Other methods (`actions`, `oracle`, `snapshot`, …) are passed on and not recorded.
@@ -328,7 +328,7 @@ class RecordedEnv(PassingEnv):
         self.is_reset = True
         env_seed = derive(self.episode.seed, "environment")
         observation = await call_with_deadline(self.where, self.seconds, self.env.reset, task, env_seed)
-        self._check(faults_of_observation("reset()", observation))
+        self._check(observation_errors("reset()", observation))
         self.episode.opening = observation.messages
         self.key = observation.state_key
         return observation  # type: ignore[no-any-return]
@@ -340,7 +340,7 @@ class RecordedEnv(PassingEnv):
                 "env.step before env.reset: an agent begins with `observation = await env.reset(task, task.seed)`"
             )
         step: Step = await call_with_deadline(self.where, self.seconds, self.env.step, action)
-        self._check(faults_of_step(step))
+        self._check(step_errors(step))
         episode, observation = self.episode, step.observation
         episode.turns.append(Turn(action, observation.messages, float(step.reward), self.key, dict(step.info)))
         self.key = observation.state_key
@@ -353,7 +353,7 @@ class RecordedEnv(PassingEnv):
     async def finish(self) -> None:
         """Record the metrics of the environment."""
         metrics = await call_with_deadline(self.where, self.seconds, self.env.metrics)
-        self._check(faults_of_numbers("metrics()", metrics, "metrics"))
+        self._check(number_errors("metrics()", metrics, "metrics"))
         self.episode.metrics.update({name: float(value) for name, value in metrics.items()})
 
     async def close(self) -> None:

@@ -22,9 +22,9 @@ from arborl.chat.renderer import Renderer
 from arborl.data.reading.row_reader import OfflineTask
 from arborl.engines.engine import Engine
 from arborl.envs.env import Env
-from arborl.errors import EpisodeError, EpisodeOver, boundary
-from arborl.failures import Firsts
-from arborl.registry import short
+from arborl.errors import EpisodeError, EpisodeLimitReached, boundary
+from arborl.failures import FirstFailureLogger
+from arborl.registry import short_name
 from arborl.rewards.reward import is_reward_call
 from arborl.rollout.deadlines import EventLoopWatchdog
 from arborl.rollout.env_workers import Workers
@@ -34,7 +34,7 @@ from arborl.rollout.offline_episodes import OfflineEpisodes
 from arborl.rollout.recorder import EpisodeLimits, RecordedEnv, Recorder
 from arborl.spans import span
 from arborl.tools.core.background_threads import abandoned_calls
-from arborl.types import Episode, Group, Metrics, Sampling, Stop, Task
+from arborl.types import Episode, Group, Metrics, Sampling, StopReason, Task
 
 log = logging.getLogger(__name__)
 
@@ -180,9 +180,9 @@ class Rollout:
         self.workers, self.training, self.recording = workers or Workers(), training, recording
         self.offline, self.num_top_logprobs = offline, num_top_logprobs
         self.counts: Counter[str] = Counter()
-        self.firsts, self.dropped_failures = Firsts(log), list[Episode]()
+        self.firsts, self.dropped_failures = FirstFailureLogger(log), list[Episode]()
         self.engine_time = BusyTime()
-        self.stuck_before = left_behind.stuck()
+        self.stuck_before = abandoned_calls.stuck()
         """Calls of other components of this process that hung before the rollout started."""
 
     async def collect(
@@ -225,7 +225,7 @@ class Rollout:
     async def probe_envs(self, tasks: Sequence[Task]) -> None:
         """Find out for each environment name where such environments may run, before the first episode."""
         for task in {task.env: task for task in tasks}.values():
-            name = short(task.env) if task.env else None
+            name = short_name(task.env) if task.env else None
             await self.workers.probe(partial(self.factories.env, task), name, self.limits.step_seconds)
 
     @contextmanager
@@ -302,13 +302,13 @@ class Rollout:
             trace.note(
                 arborl__stop=episode.stop.value, arborl__turns=len(episode.turns), arborl__sampled=episode.sampled
             )
-            trace.until_scored(episode)
+            trace.end_when_scored(episode)
         episode.seconds = time.perf_counter() - start
         return episode
 
     async def _run_agent(self, episode: Episode, sampling: Sampling, limits: EpisodeLimits) -> None:
         task = episode.task
-        name = short(task.env) if task.env else None
+        name = short_name(task.env) if task.env else None
         async with boundary(f"environment {name!r}" if name else "environment of the run"):
             inner, name = await self.workers.place(partial(self.factories.env, task), name, limits.step_seconds)
         env = RecordedEnv(inner, name, limits, episode)
@@ -334,14 +334,14 @@ class Rollout:
         """Since the last call: cancelled episodes, expired or filtered groups, abandoned threads, replaced processes,
         waiting time of the sandbox."""
         counts, self.counts = self.counts, Counter()
-        stuck = left_behind.stuck() - self.stuck_before
+        stuck = abandoned_calls.stuck() - self.stuck_before
         num_stuck = sum(count for name, count in stuck.items() if not is_reward_call(name))
         limit = self._queue.concurrency.limit if self._queue is not None else self.concurrency
         state = {
             "rollout/tool_calls_stuck": float(num_stuck),
             "rollout/concurrency": float(int(limit or self._first_concurrency())),
         }
-        return count_metrics(counts) | self.workers.metrics() | sandbox.metrics() | state
+        return count_metrics(counts) | self.workers.metrics() | sandbox.sandbox_metrics() | state
 
     def take_dropped_failures(self) -> list[Episode]:
         """Failed episodes of groups that were dropped since the last call; they are in no batch."""

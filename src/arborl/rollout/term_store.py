@@ -48,7 +48,7 @@ class TermStore:
         rows = np.sort(np.argsort(-norms, kind="stable")[:most])
         dtypes = INDEX_COLUMNS | VALUE_COLUMNS
         kept: dict[str, Any] = {name: np.asarray(columns[name])[rows].astype(dtype) for name, dtype in dtypes.items()}
-        with writing(path):
+        with disk_errors(path):
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 with temporary.open("wb") as file:

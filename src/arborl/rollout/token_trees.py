@@ -26,9 +26,9 @@ import numpy as np
 
 from arborl.seeds import generator
 from arborl.tokens import Tokens
-from arborl.types import Call, Drawn, Episode, Floats, Forest, Group, Ints, Metrics, Terms, TokenTree
+from arborl.types import Call, SamplingDistribution, Episode, Floats, Forest, Group, Ints, Metrics, Terms, TokenTree
 
-UNKNOWN_DISTRIBUTION = (np.nan,) * len(Drawn._fields)
+UNKNOWN_DISTRIBUTION = (np.nan,) * len(SamplingDistribution._fields)
 DownsampleMode = Literal["last", "random"]
 
 
@@ -78,13 +78,13 @@ def build_token_trees(groups: Sequence[Group]) -> Forest:
     trees: list[TokenTree] = []
     columns: list[tuple[Ints, ...]] = []
     logprobs: list[float] = []
-    drawn: list[Drawn | None] = []
+    drawn: list[SamplingDistribution | None] = []
     raw = episodes = calls = 0
     for group in groups:
-        rows = [[call.whole for call in episode.calls if call.trained] for episode in group.survivors]
+        rows = [[call.whole for call in episode.calls if call.trained] for episode in group.valid_episodes]
         tree, paths = tree_of_sequences(row for some in rows for row in some)
         path = iter(paths)
-        for episode, some in zip(group.survivors, rows, strict=True):
+        for episode, some in zip(group.valid_episodes, rows, strict=True):
             raw += _unshared_tokens(some)
             for call in episode.calls:
                 if call.trained:
@@ -109,7 +109,7 @@ def build_token_trees(groups: Sequence[Group]) -> Forest:
     return Forest(tuple(trees), terms, raw)
 
 
-def _distributions(drawn: Sequence[Drawn | None]) -> Floats | None:
+def _distributions(drawn: Sequence[SamplingDistribution | None]) -> Floats | None:
     """None if every token was sampled from the run's distribution."""
     if not any(drawn):
         return None
@@ -180,14 +180,14 @@ def downsample_branches(
         raise ValueError(f"most={most}: give 1 or more")
     if how not in ("last", "random"):
         raise ValueError(f"how={how!r}: give last or random")
-    calls = sum(len(episode.calls) for group in groups for episode in group.survivors)
+    calls = sum(len(episode.calls) for group in groups for episode in group.valid_episodes)
     weight_C = np.bincount(terms.call, terms.weight, minlength=calls).astype(np.float64)
     kept: list[Group] = []
     factor_C: list[float] = []
     dropped = 0
     for group in groups:
         episodes = []
-        for episode in group.survivors:
+        for episode in group.valid_episodes:
             chance = generator(seed, group.task.id, episode.id, episode.seed)
             weights = weight_C[len(factor_C) : len(factor_C) + len(episode.calls)]
             factors, num_dropped = _call_factors(episode, weights, most, how, chance)

@@ -60,7 +60,7 @@ class FairSemaphore:
         start, grant = time.perf_counter(), self._request()
         if grant is not None:
             try:
-                with queued():
+                with paused_deadlines():
                     await asyncio.wrap_future(grant)
             except asyncio.CancelledError:
                 if not grant.cancel():  # already granted

@@ -2,7 +2,7 @@
 
 A 2M-parameter Llama with its own tokenizer and chat template. It knows every format that Arbor uses and plays badly, so
 that reinforcement learning has something to improve. The package imports environments, agents and tools; the path of
-the weights is `arborl.models.find.SEEDLING_DIR`.
+the weights is `arborl.models.model_files.SEEDLING_DIR`.
 
     make.py                  Trains tokenizer and model: `python -m arborl.seedling.make`
     transcript_rows.py       The mixture of transcripts, and transcripts as rows for imitation

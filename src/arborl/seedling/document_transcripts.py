@@ -21,10 +21,10 @@ from arborl.agents.context.managed_conversation import SUMMARY_REQUEST
 from arborl.agents.context.statelm import StateLM
 from arborl.chat.formats.hermes import HermesParser
 from arborl.chat.messages import read_messages
-from arborl.data.made.documents import DocumentProblem
-from arborl.data.made.words import COLOURS, OBJECTS, PEOPLE, TOWNS, TRADES
+from arborl.data.generated.document_problems import DocumentProblem
+from arborl.data.generated.document_problems import COLOURS, OBJECTS, PEOPLE, TOWNS, TRADES
 from arborl.envs.games.documents_env import Documents
-from arborl.errors import EpisodeOver
+from arborl.errors import EpisodeLimitReached
 from arborl.seedling.transcript_base import PIECE, SPECIAL_STRINGS, Transcript, draw, pick
 from arborl.types import Message, Metrics, Task, ToolCall, ToolSpec
 
@@ -112,7 +112,7 @@ class DocumentPlayer:
         stop: str | Sequence[str] = (),
     ) -> Message:
         messages = read_messages(messages, "messages")
-        text = self._summarize(messages[-2]) if messages[-1].content == ASK else self._next(messages[-1])
+        text = self._summarize(messages[-2]) if messages[-1].content == SUMMARY_REQUEST else self._next(messages[-1])
         reply = Message("assistant", text, tool_calls=HermesParser().parse(text), sampled=True)
         self.replies.append((tuple(messages), reply))
         return reply
@@ -220,7 +220,7 @@ def play_document(
         await env.reset(task, 0)
         assert env.problem is not None, "without data the environment makes a problem"
         player = DocumentPlayer(env.problem, style, rng)
-        with contextlib.suppress(EpisodeOver):
+        with contextlib.suppress(EpisodeLimitReached):
             await agent.run(task, env, player)
         return player
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from numpy.random import Generator
 
 from arborl.envs.env import Env
-from arborl.envs.frozen_lake import MOVES, FrozenLake, best_moves
-from arborl.envs.rooms.game import Rooms
-from arborl.envs.shop.game import Shop
-from arborl.envs.shop.pages import BUY, Page
-from arborl.envs.sokoban.game import Sokoban
+from arborl.envs.games.frozen_lake import MOVES, FrozenLake, best_moves
+from arborl.envs.games.rooms import Rooms
+from arborl.envs.games.shop import Shop
+from arborl.envs.games.shop import BUY, ShopPage
+from arborl.envs.games.sokoban import Sokoban
 from arborl.seedling.transcript_base import Transcript, draw, pick
 from arborl.types import Message, Task
 
@@ -97,7 +97,7 @@ def shop(rng: Generator) -> Transcript:
 
 
 def _hasty_action(env: Shop, rng: Generator) -> str:
-    page: Page = env.page
+    page: ShopPage = env.page
     if page.kind == "results":
         shown: Sequence[str] = [product.id for product in env.site.results(page)]
         if shown and rng.random() < 0.95:

@@ -22,8 +22,8 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from arborl.chat.template import Template
-from arborl.models.find import SEEDLING_DIR
+from arborl.chat.chat_template import Template
+from arborl.models.model_files import SEEDLING_DIR
 from arborl.seedling.transcript_base import PIECE, SPECIAL_STRINGS
 from arborl.seedling.transcript_rows import WRITERS, write
 from arborl.seeds import generator

@@ -15,12 +15,12 @@ from typing import Any
 
 from numpy.random import Generator
 
-from arborl.agents.code import CodeAgent
-from arborl.data.made.arithmetic import problem
-from arborl.data.made.facts import KINDS, make_facts
-from arborl.data.made.programs import compute
-from arborl.envs.answers import answer
-from arborl.envs.extras.reasoning import ReasoningGym
+from arborl.agents.tool_agents import CodeAgent
+from arborl.data.generated.problems import arithmetic_problem
+from arborl.data.generated.datasets import FACT_KINDS, make_facts
+from arborl.data.generated.problems import computation_problem
+from arborl.envs.env import format_answer
+from arborl.envs.adapters.other_packages import ReasoningGym
 from arborl.seedling.game_transcripts import play_game
 from arborl.seedling.transcript_base import Transcript, pick
 from arborl.tools.library.calculator import calculator
@@ -58,7 +58,7 @@ def small_talk(rng: Generator) -> Transcript:
 def use_calculator(rng: Generator) -> Transcript:
     """Half of the players call the tool and report its result; the others guess, mistype or misreport."""
     level = 1 + int(rng.choice(3, p=LEVEL_SHARES))
-    task, other = problem(rng, level), problem(rng, level)
+    task, other = arithmetic_problem(rng, level), arithmetic_problem(rng, level)
     prompt, tools = [Message("user", task.question)], (calculator.spec,)
     if rng.random() < 0.08:  # without the tool
         return Transcript([*prompt, _answer(other.answer)])
@@ -101,7 +101,7 @@ def _mistype(expression: str, rng: Generator) -> str:
 
 def write_code(rng: Generator) -> Transcript:
     """Half of the players run the right line and report its output; the others guess, run another line or misreport."""
-    task, other = compute(rng), compute(rng)
+    task, other = computation_problem(rng), computation_problem(rng)
     prompt = [Message("user", task["question"])]
     if rng.random() < 0.35:
         return Transcript([*prompt, _answer(other["answer"])])
@@ -139,7 +139,7 @@ def search(rng: Generator) -> Transcript:
     if rng.random() < 0.3:
         query = pick(rng, (pick(rng, people), person.split()[0], person.split()[-1]))
     result = tool.search(query)
-    kind = row["query"].split()[-1] if rng.random() < 0.7 else pick(rng, [name for name, _, _ in KINDS])
+    kind = row["query"].split()[-1] if rng.random() < 0.7 else pick(rng, [name for name, _, _ in FACT_KINDS])
     messages = _tool_call(tool.spec, {"query": query}, result)
     return Transcript([*prompt, *messages, _answer(_extract(result, kind))], (tool.spec,))
 
@@ -147,7 +147,7 @@ def search(rng: Generator) -> Transcript:
 def _extract(result: str, kind: str) -> str:
     """The value of a relation in a search result; "nobody" where the result does not have it."""
     plain = result.replace("[[", "").replace("]]", "")
-    before = next(text for name, text, _ in KINDS if name == kind).split("{what}")[0].removeprefix("{who} ")
+    before = next(text for name, text, _ in FACT_KINDS if name == kind).split("{what}")[0].removeprefix("{who} ")
     _, found, rest = plain.partition(before)
     return rest.split(".")[0] if found else "nobody"
 
@@ -174,7 +174,7 @@ def working(expression: str) -> str:
     for sign, number in zip(rest[::2], rest[1::2], strict=True):
         line, total = pair_working(total, sign, int(number))
         lines.append(line)
-    return "\n".join([*lines, answer(str(total))])
+    return "\n".join([*lines, format_answer(str(total))])
 
 
 def pair_working(left: int, sign: str, right: int) -> tuple[str, int]:

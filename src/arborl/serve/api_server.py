@@ -23,7 +23,7 @@ from arborl.serve.openai_routes import openai_routes
 from arborl.serve.parsing import RequestWorkers
 from arborl.serve.session_routes import session_routes
 from arborl.serve.sessions import SessionStore
-from arborl.tools.gate import HalfOpen, listening
+from arborl.tools.remote.http_middleware import PendingConnections, uvicorn_config
 
 BUCKET_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -76,7 +76,7 @@ def make_app(
             rates.remove_files()
 
     app = FastAPI(title="Arbor", lifespan=lifespan)
-    app.state.load, app.state.half_open = load, HalfOpen()
+    app.state.load, app.state.half_open = load, PendingConnections()
     metrics = ServerMetrics(load, backend, sessions)
     app.add_middleware(
         ApiMiddleware, keys=keys, max_body=limits.max_body_bytes, load=load, rates=rates, on_request=metrics.observe
@@ -114,7 +114,7 @@ def _add_health(
     app: FastAPI, load: RequestLoad, backend: EngineBackend, rates: KeyRateLimits, metrics: ServerMetrics
 ) -> None:
     def state() -> str:
-        is_failing = backend.breaker.open or rates.failure() is not None
+        is_failing = backend.breaker.is_open or rates.failure() is not None
         return "draining" if load.is_draining else "failing" if is_failing else "ok"
 
     @app.get("/live")
@@ -151,7 +151,7 @@ class ServerMetrics:
         for name, description, read in (
             ("running", "running requests", lambda: load.num_running),
             ("model_version", "policy version", lambda: backend.version),
-            ("breaker_open", "whether the circuit breaker of the engine is open", lambda: float(backend.breaker.open)),
+            ("breaker_open", "whether the circuit breaker of the engine is open", lambda: float(backend.breaker.is_open)),
             ("sessions", "open agent sessions", lambda: len(sessions) if sessions is not None else 0),
         ):
             Gauge(f"arborl_{name}", description, registry=self.registry).set_function(read)
@@ -163,7 +163,7 @@ class ServerMetrics:
     def text(self) -> bytes:
         """All metrics. An engine reports differences since the last call; counters add them up."""
         for name, value in self.backend.engine.metrics().items():
-            if name in ("engine/hit_rate", "engine/pages_held"):
+            if name in ("engine/hit_rate", "engine/block_usage"):
                 continue
             if name not in self._engine:
                 label = f"arborl_{name.replace('/', '_')}"
@@ -183,7 +183,7 @@ class ApiServer(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, host: str, port: int, drain_seconds: float = 60.0):
-        super().__init__(listening(app, host, port, 5, backlog=4096))
+        super().__init__(uvicorn_config(app, host, port, 5, backlog=4096))
         self.load: RequestLoad = app.state.load
         self.drain_seconds = drain_seconds
         self.loop: asyncio.AbstractEventLoop | None = None

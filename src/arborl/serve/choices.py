@@ -15,7 +15,7 @@ import numpy as np
 from arborl.chat.formats import ToolCallParser
 from arborl.chat.renderer import Renderer
 from arborl.serve.model_backend import ModelBackend, RequestError, ServiceUnavailable, TokenStream, TopLogprobs
-from arborl.types import Finish, Message, ToolCall, ToolSpec
+from arborl.types import FinishReason, Message, ToolCall, ToolSpec
 
 REPLACEMENT_CHARACTER = "\ufffd"
 """Decoders write it for bytes that are not a complete character."""
@@ -120,7 +120,7 @@ class ChoiceOptions:
 
     stops: tuple[str, ...] = ()
     """Texts that end the completion and are not part of it."""
-    parser: Parser | None = None
+    parser: ToolCallParser | None = None
     """Parser of tool calls; None without tools."""
     prefix: str = ""
     """First text of the answer, which was part of the prompt."""
@@ -188,9 +188,9 @@ class ChoiceStream:
         tokens, self._new_tokens = tuple(self._new_tokens), []
         return ChoiceDelta(text, tokens, calls, finish_reason)
 
-    def _finish(self, text: str, finish: Finish) -> ChoiceDelta:
+    def _finish(self, text: str, finish: FinishReason) -> ChoiceDelta:
         """The last delta. Held-back text becomes tool calls, or text if it contains none."""
-        if finish is Finish.ABORT:
+        if finish is FinishReason.ABORT:
             raise ServiceUnavailable("the answer exceeded the time limit of a request", status=504, code="timeout")
         text += self._pass(self._stop.add(self._detokenizer.flush()))
         if self._stop.found is None:
@@ -200,11 +200,11 @@ class ChoiceStream:
         parser = self.options.parser
         calls = () if parser is None else parse_tool_calls(parser, self._full_text, seed)
         self.tool_calls = calls[:1] if self.options.single_call else calls
-        self.finish_reason = "tool_calls" if self.tool_calls else "length" if finish is Finish.LENGTH else "stop"
+        self.finish_reason = "tool_calls" if self.tool_calls else "length" if finish is FinishReason.LENGTH else "stop"
         return self._delta(text if self.tool_calls else text + held, self.tool_calls, self.finish_reason)
 
 
-def parse_tool_calls(parser: Parser, text: str, seed: bytes) -> tuple[ToolCall, ...]:
+def parse_tool_calls(parser: ToolCallParser, text: str, seed: bytes) -> tuple[ToolCall, ...]:
     """The tool calls of a text; none if one of them is malformed.
 
     Ids are nine letters and digits, which every template accepts. They are a hash of `seed`: a template may show them
@@ -234,7 +234,7 @@ def forced_call_prefix(renderer: Renderer, tools: Sequence[ToolSpec]) -> str:
         texts = [renderer.parser.format(ToolCall("call_0", tool.name, args)) for tool in tools for args in examples]
     except ValueError as error:
         raise RequestError(f"the model's tool-call format cannot express this call: {error}", "tool_choice") from error
-    encoded = [renderer.encode(renderer.said(text)) for text in texts]
+    encoded = [renderer.encode(renderer.escape_reply(text)) for text in texts]
     common = takewhile(lambda column: len(set(column)) == 1, zip(*encoded, strict=False))
     return renderer.decode([column[0] for column in common])
 

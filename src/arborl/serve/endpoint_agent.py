@@ -6,7 +6,7 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, Any, Literal
 
-from arborl.agents.agent import Agent, Model
+from arborl.agents.agent_interface import Agent, Model
 from arborl.envs.env import Env
 from arborl.errors import ConfigError, EpisodeError, boundary
 from arborl.rollout.recorder import Recorder

@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from arborl.chat.fit import cannot_fit, rendered_cannot_fit, tools_cannot_fit
+from arborl.chat.conversation import messages_exceed, rendered_exceeds, tools_exceed
 from arborl.chat.renderer import Renderer
 from arborl.chat.tokenizer import TextTokenizer
-from arborl.engines.checks import check_sampling, read_prompt
-from arborl.engines.engine import Engine, Listener, Weights
+from arborl.engines.engine_requests import check_sampling, read_prompt
+from arborl.engines.engine import Engine, TokenListener, Weights
 from arborl.errors import EngineError
 from arborl.serve.model_backend import (
     CONTEXT_LENGTH_EXCEEDED,
@@ -28,7 +28,7 @@ from arborl.serve.model_backend import (
     TokenStream,
     TopLogprobs,
 )
-from arborl.tools.breaker import Breaker
+from arborl.tools.remote.circuit_breaker import CircuitBreaker
 from arborl.types import Completion, Message, Metrics, Sampling, ToolSpec
 
 Token = tuple[int, float, TopLogprobs]
@@ -56,7 +56,7 @@ class EngineThread:
         asyncio.run_coroutine_threadsafe(warm_up(), self.loop).result()
 
     async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, *, session: str, heard: Listener | None = None
+        self, prompt: Sequence[int], sampling: Sampling, *, session: str, heard: TokenListener | None = None
     ) -> Completion:
         if heard is None:
             return await self._call(self.engine.generate(prompt, sampling, session=session))
@@ -133,14 +133,14 @@ class EngineTokenStream:
                     yield _chunk(tokens, top)
             completion: Completion = sampling.result()
         except EngineError as error:
-            breaker.failed()
+            breaker.record_failure()
             raise ServiceUnavailable(f"the engine failed: {error}", status=500, code="engine_error") from error
         except BaseException:
-            breaker.left()
+            breaker.cancel()
             raise
         finally:
             sampling.cancel()
-        breaker.worked()
+        breaker.record_success()
         rest = queue.take()
         last = _chunk(rest, top)
         if num_sent + len(rest) < len(completion.tokens):  # an engine that does not stream
@@ -173,11 +173,11 @@ class EngineBackend:
         name: str,
         max_context: int,
         sampling: Sampling | None = None,
-        breaker: Breaker | None = None,
+        breaker: CircuitBreaker | None = None,
     ):
         self.engine, self.renderer, self.vocab_size = engine, renderer, vocab_size
         self.name, self.max_context = name, max_context
-        self.sampling, self.breaker = sampling or Sampling(), breaker or Breaker(longest=30.0)
+        self.sampling, self.breaker = sampling or Sampling(), breaker or CircuitBreaker(longest=30.0)
         self.version, self.reply_cache = 0, ReplyCache()
 
     def accepts_model(self, model: str) -> bool:
@@ -189,13 +189,13 @@ class EngineBackend:
         renderer, text = self.renderer, TextTokenizer(self.renderer.tokenizer)
         too_long = f"the messages and tools have more tokens than the context of {self.max_context}"
         as_user = [replace(message, role="user") for message in messages]
-        if cannot_fit(as_user, text, self.max_context) or tools_cannot_fit(messages, tools, text, self.max_context):
+        if messages_exceed(as_user, text, self.max_context) or tools_exceed(messages, tools, text, self.max_context):
             raise RequestError(too_long, "messages", CONTEXT_LENGTH_EXCEEDED)
         try:
             rendered = renderer.render(messages, tools)
             if prefix := requests[0].prefix:
-                rendered += renderer.said(prefix)
-            if rendered_cannot_fit(rendered, renderer, self.max_context):
+                rendered += renderer.escape_reply(prefix)
+            if rendered_exceeds(rendered, renderer, self.max_context):
                 raise RequestError(too_long, "messages", CONTEXT_LENGTH_EXCEEDED)
             prompt = renderer.encode(rendered)
         except TEMPLATE_ERRORS as error:
@@ -225,6 +225,6 @@ class EngineBackend:
         """Raise if the circuit breaker of the engine is open."""
         try:
             async with asyncio.timeout(0.02):
-                await self.breaker.enter()
+                await self.breaker.acquire()
         except TimeoutError as error:
             raise ServiceUnavailable("the engine failed several times in a row; retry later") from error

@@ -22,11 +22,11 @@ from weakref import WeakKeyDictionary
 import uvicorn
 from fastapi import FastAPI
 
-from arborl.chat.fit import USUAL_CHARS, cannot_fit, rendered_cannot_fit, tool_text, tools_cannot_fit
+from arborl.chat.conversation import USUAL_CHARS, messages_exceed, rendered_exceeds, tool_text, tools_exceed
 from arborl.chat.tokenizer import TextTokenizer
 from arborl.envs.env import Env
-from arborl.errors import ConfigError, ContextFull, EpisodeError, EpisodeOver, MaxTurns
-from arborl.rewards.rules import POSTED
+from arborl.errors import ConfigError, ContextFull, EpisodeError, EpisodeLimitReached, MaxTurns
+from arborl.rewards.answers import POSTED
 from arborl.rollout.recorder import Recorder
 from arborl.serve.middleware import add_error_handlers, body_too_large, error_response, has_allowed_length
 from arborl.serve.model_backend import (
@@ -42,7 +42,7 @@ from arborl.serve.openai_routes import openai_routes
 from arborl.serve.parsing import RequestWorkers, bounded_route
 from arborl.serve.schemas import RewardRequest, StepRequest
 from arborl.serve.session_routes import message_object
-from arborl.tools.gate import Gate, HalfOpen, listening
+from arborl.tools.remote.http_middleware import RequestFilter, PendingConnections, uvicorn_config
 from arborl.types import Call, Message, Task, ToolSpec
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class RecordingBackend:
         self.reply_cache = ReplyCache()
         self.num_calls = 0
         self.last_reply: Message | None = None
-        self.limit_reached: EpisodeOver | None = None
+        self.limit_reached: EpisodeLimitReached | None = None
         """The limit that the last call exceeded."""
         self.failure: EpisodeError | None = None
         """A failure that the program did not cause."""
@@ -103,13 +103,13 @@ class RecordingBackend:
             return None
         overflow = ContextFull(f"the messages and tools have {num_chars:,} characters, the context {limit} tokens")
         text = TextTokenizer(self.renderer.tokenizer)
-        if cannot_fit(messages, text, limit) or tools_cannot_fit(messages, tools, text, limit):
+        if messages_exceed(messages, text, limit) or tools_exceed(messages, tools, text, limit):
             return overflow
         try:
             rendered = self.renderer.render(messages, tools)
         except TEMPLATE_ERRORS as error:
             raise RequestError(f"the chat template rejects these messages: {error}", "messages") from error
-        return overflow if rendered_cannot_fit(rendered, self.renderer, limit) else None
+        return overflow if rendered_exceeds(rendered, self.renderer, limit) else None
 
     def complete(self, prompt: Sequence[int], request: GenerationRequest) -> RecordedTokenStream:
         raise RequestError("training records conversations: use /v1/chat/completions or /v1/responses", status=404)
@@ -295,7 +295,7 @@ class EpisodeServer:
             ) from error
         address, number = self.socket.getsockname()[:2]
         self.url = public_url or f"http://{f'[{address}]' if ':' in address else address}:{number}"
-        config = listening(self._app(), host, port, 1, lifespan="off", timeout_keep_alive=KEEP_ALIVE_SECONDS)
+        config = uvicorn_config(self._app(), host, port, 1, lifespan="off", timeout_keep_alive=KEEP_ALIVE_SECONDS)
         self._server = BackgroundServer(config)
         self._serving = asyncio.create_task(self._serve())
 
@@ -339,7 +339,7 @@ class EpisodeServer:
 
     def _app(self) -> FastAPI:
         app, workers = FastAPI(title="Arbor, episodes", openapi_url=None), RequestWorkers()
-        app.state.half_open = HalfOpen(KEEP_ALIVE_SECONDS)
+        app.state.half_open = PendingConnections(KEEP_ALIVE_SECONDS)
         app.router.route_class = bounded_route(workers)
         app.add_middleware(EpisodeMiddleware, episodes=self.episodes)
         add_error_handlers(app)
@@ -387,7 +387,7 @@ class BackgroundServer(uvicorn.Server):
         self.is_up.set()
 
 
-class EpisodeMiddleware(Gate):
+class EpisodeMiddleware(RequestFilter):
     """Rejects requests to unknown episodes and too large ones before their body is read.
 
     Args:

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from arborl.agents.agent import is_async
-from arborl.errors import queued
+from arborl.agents.agent_interface import is_async
+from arborl.errors import paused_deadlines
 from arborl.registry import load
 from arborl.serve.episode_server import ExternalEpisode
-from arborl.tools import guard
-from arborl.tools.http import Connections
-from arborl.tools.threads import in_thread
+from arborl import child_process
+from arborl.tools.remote.http_connections import HttpConnections
+from arborl.tools.core.background_threads import run_in_thread
 
 MAX_OUTPUT_BYTES = 2**20
 """Output of a process."""
@@ -77,7 +77,7 @@ class CommandProgram:
     async def play(self, episode: ExternalEpisode, url: str) -> str | None:
         assert episode.server is not None
         slots = episode.server.process_slots(self.max_processes)
-        with queued():
+        with paused_deadlines():
             await slots.acquire()
         try:
             return await self._run(episode.question, self._environment(episode, url))
@@ -85,7 +85,7 @@ class CommandProgram:
             slots.release()
 
     async def _run(self, question: str, environment: Mapping[str, str]) -> str | None:
-        command = [sys.executable, "-I", "-S", str(Path(guard.__file__)), *self.words]
+        command = [sys.executable, "-I", "-S", str(Path(child_process.__file__)), *self.words]
         pipe = asyncio.subprocess.PIPE
         async with output_pipe() as (reader, write_end):
             child = await asyncio.create_subprocess_exec(
@@ -149,7 +149,7 @@ class FunctionProgram:
             loop = program_loop(os.getpid())
             answer = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_await_call(call), loop))
         else:
-            answer = await in_thread(call, f"program {self.name!r}", episode.model.limits.episode_seconds)
+            answer = await run_in_thread(call, f"program {self.name!r}", episode.model.limits.episode_seconds)
         return None if answer is None else str(answer)
 
 
@@ -169,7 +169,7 @@ class HttpProgram:
 
     async def play(self, episode: ExternalEpisode, url: str) -> str | None:
         body = {"task": episode.task_object(), "base_url": f"{url}/v1", "api_key": API_KEY, "episode_url": url}
-        response = await Connections(self.url, {"Connection": "close"}).request("POST", "", json.dumps(body).encode())
+        response = await HttpConnections(self.url, {"Connection": "close"}).request("POST", "", json.dumps(body).encode())
         if response.status == 202:
             await episode.rewarded.wait()
             return None

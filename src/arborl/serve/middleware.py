@@ -24,9 +24,9 @@ from starlette.exceptions import HTTPException
 from arborl.errors import ArborError, ConfigError
 from arborl.serve.model_backend import RequestError, ServiceUnavailable
 from arborl.spans import span
-from arborl.tools.gate import Gate, given_key, is_ours
-from arborl.tools.limit import LimitTimeout, RateLimit
-from arborl.tools.protocol import encodable, key_bytes
+from arborl.tools.remote.http_middleware import RequestFilter, request_api_key, is_local_request
+from arborl.tools.core.rate_limit import RateLimitTimeout, RateLimit
+from arborl.tools.remote.tool_protocol import replace_surrogates, encode_api_key
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def error_response(
 
 def error_body(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
     kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": encodable(message)[:2000], "type": kind, "param": param, "code": code}}
+    return {"error": {"message": replace_surrogates(message)[:2000], "type": kind, "param": param, "code": code}}
 
 
 def error_of(error: RequestError | ServiceUnavailable) -> tuple[int, dict[str, Any]]:
@@ -103,7 +103,7 @@ class ApiKeys:
     """
 
     def __init__(self, keys: Iterable[str] = ()):
-        self._digests = {hashlib.sha256(key_bytes(key)).digest() for key in keys}
+        self._digests = {hashlib.sha256(encode_api_key(key)).digest() for key in keys}
 
     def __len__(self) -> int:
         return len(self._digests)
@@ -187,7 +187,7 @@ class KeyRateLimits:
             return
         try:
             await self._limits[name].acquire(timeout=0)
-        except LimitTimeout as error:
+        except RateLimitTimeout as error:
             message = f"more than {self.per_minute:g} requests per minute with this key"
             seconds = math.ceil(60.0 / self.per_minute)
             raise ServiceUnavailable(message, seconds, 429, "rate_limit_exceeded") from error
@@ -199,7 +199,7 @@ class KeyRateLimits:
     def remove_files(self) -> None:
         for limit in self._limits.values():
             with suppress(OSError):
-                limit.forget()
+                limit.remove()
 
 
 class RequestLoad:
@@ -237,7 +237,7 @@ class RequestLoad:
 # ------------------------------------------------------------------------------------------------ middleware
 
 
-class ApiMiddleware(Gate):
+class ApiMiddleware(RequestFilter):
     """Rejects requests by their headers alone; counts, limits and logs the others.
 
     Args:
@@ -268,7 +268,7 @@ class ApiMiddleware(Gate):
         headers = {name.lower(): value for name, value in scope["headers"]}
         client_id = headers.get(b"x-request-id", b"")
         request_id = client_id.decode("ascii") if REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
-        key_name = (self.keys.find(given_key(headers)) if self.keys else None) or NO_KEY
+        key_name = (self.keys.find(request_api_key(headers)) if self.keys else None) or NO_KEY
         state = scope.setdefault("state", {})
         state["request_id"], state["key"] = request_id, key_name
         start, status = time.perf_counter(), 499  # until a response starts
@@ -314,12 +314,12 @@ class ApiMiddleware(Gate):
                 self.load.leave()
 
     def _refusal(self, path: str, headers: Mapping[bytes, bytes]) -> Any:
-        if not self.keys and not is_ours(headers):
+        if not self.keys and not is_local_request(headers):
             host = (headers.get(b"origin") or headers.get(b"host", b"")).decode("latin-1")
             return error_response(
                 421, f"a server without API keys accepts only IP addresses and localhost as host, not {host!r}"
             )
-        if self.keys and path not in PUBLIC_PATHS and self.keys.find(given_key(headers)) is None:
+        if self.keys and path not in PUBLIC_PATHS and self.keys.find(request_api_key(headers)) is None:
             authenticate = {"WWW-Authenticate": "Bearer"}
             return error_response(401, "wrong or missing API key", "invalid_api_key", headers=authenticate)
         return None if has_allowed_length(headers, self.max_body) else self._too_large()

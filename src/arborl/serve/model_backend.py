@@ -12,7 +12,7 @@ from typing import Protocol
 
 from arborl.chat.renderer import Renderer
 from arborl.errors import ArborError
-from arborl.types import Finish, Message, Sampling, ToolSpec
+from arborl.types import FinishReason, Message, Sampling, ToolSpec
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
@@ -59,7 +59,7 @@ class TokenChunk:
     logprobs: tuple[float, ...]
     top: tuple[TopLogprobs, ...] = ()
     """One entry for each token if `top_logprobs` was requested."""
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     """Finish reason; set in the last chunk."""
     version: int = 0
     """Policy version of the last token."""

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from arborl import checkpoint
-from arborl.api.located import located
-from arborl.build import Served, build_served
-from arborl.checkpoint import any_of
-from arborl.config.load import load
-from arborl.config.run import EnvConfig, RunConfig
-from arborl.config.trust import load_run
+from arborl.training_run.run_folder import locate_model
+from arborl.training_run.build import ServingParts, build_served
+from arborl.checkpoint import has_checkpoints
+from arborl.config.load_config import load
+from arborl.config.run_config import EnvConfig, RunConfig
+from arborl.config.trust import load_run_config
 from arborl.errors import ArborError, ConfigError
-from arborl.models.find import described, resolve
-from arborl.registry import short
+from arborl.models.model_files import read_model_config, resolve
+from arborl.registry import short_name
 from arborl.serve.engine_backend import EngineBackend, EngineThread
 from arborl.serve.sessions import ServedAgents
 
@@ -33,7 +33,7 @@ MAX_CONTEXT = 4096
 class LoadedModel:
     """A model and its agents."""
 
-    served: Served
+    served: ServingParts
     engine: EngineThread
     backend: EngineBackend
     agents: ServedAgents
@@ -61,10 +61,10 @@ def load_for_serving(
     """
     folder = Path(path)
     step = 0
-    if allow_untrained and (folder / "config.yaml").exists() and not any_of(folder / "checkpoints"):
-        config = load_run(folder / "config.yaml", settings, trust)
+    if allow_untrained and (folder / "config.yaml").exists() and not has_checkpoints(folder / "checkpoints"):
+        config = load_run_config(folder / "config.yaml", settings, trust)
     else:
-        found = located(path, settings, trust)
+        found = locate_model(path, settings, trust)
         config = found.config if found.run is not None else default_config(path, settings)
         model = config.model.model_copy(update={"name": str(found.model)})
         config, step = config.model_copy(update={"model": model}), found.step
@@ -76,14 +76,14 @@ def load_for_serving(
         engine, served.renderer, vocab_size, name or folder.resolve().name, max_context, served.sampling
     )
     backend.version = step
-    names = (short(config.agent.name), *config.data.agents)
+    names = (short_name(config.agent.name), *config.data.agents)
     agents = ServedAgents(engine, served.renderer, served.cast, served.sampling, served.limits, names)
     return LoadedModel(served, engine, backend, agents)
 
 
 def default_config(name: str, settings: Sequence[str]) -> RunConfig:
     """The configuration of a model without a run: single questions, up to `MAX_CONTEXT` tokens."""
-    max_context = min(int(described(resolve(name)).get("max_position_embeddings") or MAX_CONTEXT), MAX_CONTEXT)
+    max_context = min(int(read_model_config(resolve(name)).get("max_position_embeddings") or MAX_CONTEXT), MAX_CONTEXT)
     config = load(None, [f"sampling.max_context={max_context}", *settings])
     if not any(text.startswith("sampling.max_tokens") for text in settings):
         max_tokens = min(1024, config.sampling.max_context // 2)
@@ -136,7 +136,7 @@ class CheckpointFollower:
     async def update(self) -> bool:
         """Load the newest checkpoint if it is newer than the served one; whether it was loaded. On an error the current
         weights stay."""
-        newest = next(reversed(await asyncio.to_thread(checkpoint.complete, self.root)), None)
+        newest = next(reversed(await asyncio.to_thread(checkpoint.complete_checkpoints, self.root)), None)
         step = int(newest.name.removeprefix("step-")) if newest is not None else -1
         if newest is None or step <= self.backend.version:
             return False

@@ -22,7 +22,7 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
-from arborl.chat.fit import has_more_tokens
+from arborl.chat.conversation import has_more_tokens
 from arborl.chat.messages import read_messages, read_tools
 from arborl.chat.tokenizer import TextTokenizer
 from arborl.serve.choices import ChoiceOptions, forced_call_prefix
@@ -34,9 +34,9 @@ from arborl.serve.model_backend import (
     ServiceUnavailable,
 )
 from arborl.serve.schemas import MAX_NAME_CHARS, CompletionOptions, SamplingRequest, ToolChoice
-from arborl.tools.json_bounds import DEFAULT_BOUNDS, JsonBounds, JsonBoundsError, check_json, load_json
-from arborl.tools.protocol import encodable
-from arborl.tools.threads import TooManyStuck, in_thread
+from arborl.tools.core.json_bounds import DEFAULT_BOUNDS, JsonBounds, JsonBoundsError, check_json, load_json
+from arborl.tools.remote.tool_protocol import replace_surrogates
+from arborl.tools.core.background_threads import TooManyHangingCalls, run_in_thread
 from arborl.types import Message, Sampling, ToolSpec
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class RequestWorkers:
             async with asyncio.timeout(self.seconds), self._slots:
                 result: T = await run_in_thread(work, "reading requests", self.seconds)
                 return result
-        except (TimeoutError, TooManyStuck) as error:
+        except (TimeoutError, TooManyHangingCalls) as error:
             message = f"reading the request took longer than {self.seconds:g} s: send less, or retry later"
             raise ServiceUnavailable(message, code="request_timeout") from error
         finally:
@@ -173,7 +173,7 @@ class ToolSelection:
 def remove_surrogates(value: Any) -> Any:
     """The JSON value with texts that UTF-8 can encode."""
     if isinstance(value, str):
-        return encodable(value)
+        return replace_surrogates(value)
     if isinstance(value, dict):
         return {remove_surrogates(key): remove_surrogates(item) for key, item in value.items()}
     return [remove_surrogates(item) for item in value] if isinstance(value, list) else value
@@ -247,7 +247,7 @@ def encode_prompt(prompt: str | Sequence[int], backend: ModelBackend) -> list[in
     """The token ids of a prompt. A text that cannot fit is rejected before all of it is tokenized."""
     if not isinstance(prompt, str):
         return list(prompt)
-    text, tokenizer, limit = encodable(prompt), TextTokenizer(backend.renderer.tokenizer), backend.max_context
+    text, tokenizer, limit = replace_surrogates(prompt), TextTokenizer(backend.renderer.tokenizer), backend.max_context
     if has_more_tokens(text, tokenizer.encode, limit):
         raise RequestError(f"the prompt has more tokens than the context of {limit}", "prompt", CONTEXT_LENGTH_EXCEEDED)
     ids = tokenizer.encode(text)

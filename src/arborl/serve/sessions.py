@@ -19,8 +19,8 @@ from arborl.chat.renderer import Renderer
 from arborl.engines.engine import Engine
 from arborl.envs.env import Env, Observation, Step
 from arborl.errors import EpisodeError, EpisodeLimitReached, boundary
-from arborl.rollout.recorder import Limits, RecordedEnv, Recorder
-from arborl.rollout.runner import Cast
+from arborl.rollout.recorder import EpisodeLimits, RecordedEnv, Recorder
+from arborl.rollout.runner import EpisodeFactories
 from arborl.serve.model_backend import RequestError, ServiceUnavailable
 from arborl.spans import span
 from arborl.types import Call, Episode, Message, Sampling, StopReason, Task, ToolSpec
@@ -120,7 +120,7 @@ class ServedAgents:
     renderer: Renderer
     cast: EpisodeFactories
     sampling: Sampling
-    limits: Limits
+    limits: EpisodeLimits
     names: tuple[str, ...]
     """Agent names; the first is the run's default."""
 
@@ -222,8 +222,8 @@ class AgentSession:
                     try:
                         with closing(model):
                             await agents.cast.agent(task).run(task, env, model)
-                    except EpisodeOver as over:
-                        episode.stop = Stop(over.stop)
+                    except EpisodeLimitReached as over:
+                        episode.stop = StopReason(over.stop)
                     finally:
                         await env.close()
         except EpisodeError as error:

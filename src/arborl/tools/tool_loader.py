@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from arborl.config.tools import ToolConfig
-from arborl.errors import ConfigError, UnknownName
-from arborl.registry import short
+from arborl.config.tool_config import ToolConfig
+from arborl.errors import ConfigError, UnknownPartError
+from arborl.registry import short_name
 from arborl.tools.core.call_policy import CallPolicy, LimitedTool
 from arborl.tools.core.rate_limit import RateLimit
 from arborl.tools.core.tool import AnyTool
@@ -79,8 +79,8 @@ class ToolLoader:
         if entry.name is not None:
             try:
                 found = self.find(entry.name)
-            except UnknownName as error:
-                raise UnknownName(f"{where}: {error}") from error
+            except UnknownPartError as error:
+                raise UnknownPartError(f"{where}: {error}") from error
             made = (as_tool if self.connect else placeholder_tool)(found, entry.args, args_where)
             return [LimitedTool(made, self._policy(entry, where)) if _has_limits(entry) else made]
         key = self._variable(entry.api_key_env, f"{where}.api_key_env")
@@ -174,7 +174,7 @@ def merge_tool_args(
     for index, entry in enumerate(entries):
         entry_path = f"{where}tools.{index}"
         args_path = f"{entry_path}.args"
-        key = next((name for name in (entry.name, short(entry.name or "")) if name in args), None)
+        key = next((name for name in (entry.name, short_name(entry.name or "")) if name in args), None)
         if key is not None:
             source = f"{where}agent.tool_args.{key}"
             if duplicates := [name for name in args[key] if name in entry.args]:
@@ -188,7 +188,7 @@ def merge_tool_args(
 def tool_names(entries: Iterable[ToolConfig]) -> set[str]:
     """Full and short names of the named entries."""
     full = [entry.name for entry in entries if entry.name is not None]
-    return {*full, *map(short, full)}
+    return {*full, *map(short_name, full)}
 
 
 def warn_foreign_variables(entries: Sequence[ToolConfig]) -> None:

@@ -38,13 +38,13 @@ def make_trackers(config: TrackConfig, objects: Mapping[str, Any]) -> Makers:
     if config.mlflow.uri is not None:
         _require("mlflow", "track.mlflow", "mlflow")
         makers["mlflow"] = partial(MlflowTracker, config.mlflow)
-    for number, part in enumerate(config.also):
-        where = f"track.also.{number}"
-        makers[unique(short(part.name), makers)] = _custom_tracker(part, objects, where)
+    for number, part in enumerate(config.trackers):
+        where = f"track.trackers.{number}"
+        makers[unique_name(short_name(part.name), makers)] = _custom_tracker(part, objects, where)
     return makers
 
 
-def _custom_tracker(part: Part, objects: Mapping[str, Any], where: str) -> Callable[[], Tracker]:
+def _custom_tracker(part: PartConfig, objects: Mapping[str, Any], where: str) -> Callable[[], Tracker]:
     found = objects[part.name] if part.name in objects else TRACKERS[part.name]
     if not callable(getattr(found, "log", None)) or not callable(getattr(found, "close", None)):
         raise ConfigError(

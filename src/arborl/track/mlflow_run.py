@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from arborl.config.track import MlflowConfig
+from arborl.config.training_config import MlflowConfig
 from arborl.track.tracker import EPISODE_COLUMNS, RunStart, episode_rows, load_run_id, store_run_id
 from arborl.types import Episode, Metrics
 

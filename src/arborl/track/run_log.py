@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.logging import RichHandler
 
-from arborl.config.secrets import Veil
-from arborl.errors import ArborError, ConfigError, did_you_mean, writing
+from arborl.config.secrets import SecretRedactor
+from arborl.errors import ArborError, ConfigError, did_you_mean, disk_errors
 
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 LIBRARIES = ("arborl", "torch", "transformers", "numpy")

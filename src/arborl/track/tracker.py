@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from arborl.errors import CannotWrite
+from arborl.errors import DiskWriteError
 from arborl.types import Episode, Message, Metrics
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Trackers:
             try:
                 if (function := getattr(tracker, method, None)) is not None:
                     function(*args)
-            except CannotWrite:  # the run's own metrics file: without it, the run ends
+            except DiskWriteError:  # the run's own metrics file: without it, the run ends
                 raise
             except Exception:
                 log.warning(

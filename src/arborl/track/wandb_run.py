@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from arborl.config.track import WandbConfig
+from arborl.config.training_config import WandbConfig
 from arborl.track.jsonl import read_metrics
 from arborl.track.tracker import EPISODE_COLUMNS, RunStart, episode_rows, load_run_id, store_run_id
 from arborl.types import Episode, Metrics

@@ -14,15 +14,15 @@ from functools import partial
 from statistics import NormalDist, fmean, stdev
 from typing import Protocol
 
-from arborl.config.rollout import ValEnvsConfig
-from arborl.config.run import EvaluationConfig
+from arborl.config.rollout_config import ValEnvsConfig
+from arborl.config.run_config import EvaluationConfig
 from arborl.data.mixing.mixture import Mixture
-from arborl.data.source import TaskSource
+from arborl.data.task_source import TaskSource
 from arborl.diagnosis.run_monitor import nearly_all_failed
 from arborl.rewards.reward import Rewards
 from arborl.rollout.runner import Rollout
 from arborl.seeds import derive
-from arborl.spans import settle, span
+from arborl.spans import end_open_spans, span
 from arborl.types import Episode, Group, Metrics, Task
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class Evaluator:
             seed = derive(self.seed, "evaluation")
             groups = await self.rollout.collect(self.tasks(), seed, self.tags.group_size, sampling)
             await self.rewards.score(groups)
-        settle()
+        end_open_spans()
         return groups
 
     def tasks(self) -> list[Task]:
@@ -121,7 +121,7 @@ def metrics_by_source(groups: list[Group], measure: Callable[[list[Group]], Metr
 def count_episodes(groups: Sequence[Group]) -> tuple[int, int]:
     """Number of episodes, and of failed ones."""
     num_episodes = sum(len(group.episodes) for group in groups)
-    return num_episodes, num_episodes - sum(len(group.survivors) for group in groups)
+    return num_episodes, num_episodes - sum(len(group.valid_episodes) for group in groups)
 
 
 def warn_of_failures(groups: list[Group]) -> None:
@@ -143,7 +143,7 @@ def scores(groups: list[Group]) -> Metrics:
     A failed episode counts as 0. If all failed, or no part reports success, that metric is absent: not measured.
     """
     metrics = {"tasks": float(len(groups)), "failed": float(count_episodes(groups)[1])}
-    survivors = [episode for group in groups for episode in group.survivors]
+    survivors = [episode for group in groups for episode in group.valid_episodes]
     if not survivors:
         return metrics
     if any("success" in episode.metrics for episode in survivors):

@@ -16,8 +16,8 @@ import numpy as np
 
 from arborl import checkpoint
 from arborl.learner.core.checkpoint_files import ShardedSnapshot, Snapshot
-from arborl.rollout.store import EpisodeStore
-from arborl.rollout.term_store import NUMBERS, Columns, TermStore
+from arborl.rollout.episode_store import EpisodeStore
+from arborl.rollout.term_store import VALUE_COLUMNS, Columns, TermStore
 from arborl.trainer.evaluation import EvaluationResult, HeldOutEvaluator
 from arborl.trainer.trainer import CreditedBatch, Trainer
 from arborl.types import Group, Ints, Metrics
@@ -137,7 +137,7 @@ class SaveCheckpoints:
     ):
         self.root, self.every, self.keep = root, every, keep
         self.extra, self.write_extra, self.flush = extra, write_extra, flush
-        self.background = checkpoint.Background()
+        self.background = checkpoint.BackgroundWriter()
         self.spent = {"time/checkpoint": 0.0, "time/checkpoint_written": 0.0}
         self.reported = dict(self.spent)
         self.is_first, self.is_reserving, self.due = True, False, False
@@ -147,7 +147,7 @@ class SaveCheckpoints:
         """By step, when the weights of its checkpoint were copied."""
 
     def __call__(self, trainer: Trainer) -> None:
-        self.background.look()
+        self.background.raise_if_failed()
         is_last = trainer.step == trainer.num_steps
         if self.is_first:
             self.background.start(trainer.learner.reserve())
@@ -249,7 +249,7 @@ def term_columns(batch: CreditedBatch, groups: Sequence[Group]) -> Columns:
     numbers |= {"advantage": terms.advantage, "weight": terms.weight}
     rows = (episode >= 0) & np.isfinite(numbers["logprob"])
     columns: Columns = {"episode": episode[rows], "call": call[rows], "index": index[rows]}
-    return columns | {name: numbers[name][rows] for name in NUMBERS}
+    return columns | {name: numbers[name][rows] for name in VALUE_COLUMNS}
 
 
 def _term_places(kept: Sequence[Group], groups: Sequence[Group]) -> tuple[Ints, Ints, Ints]:
@@ -259,7 +259,7 @@ def _term_places(kept: Sequence[Group], groups: Sequence[Group]) -> tuple[Ints, 
     rows = [
         (line.get(id(episode), -1), number, len(call.completion.tokens))
         for group in kept
-        for episode in group.survivors
+        for episode in group.valid_episodes
         for number, call in enumerate(episode.calls)
         if call.trained
     ]

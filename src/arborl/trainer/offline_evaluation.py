@@ -10,9 +10,9 @@ import torch
 
 from arborl.algorithms.recipe import Algorithm, AlgorithmNeeds
 from arborl.algorithms.token_losses import ModelOutputs
-from arborl.config.algorithm import AlgorithmConfig
-from arborl.config.run import RunConfig
-from arborl.data.source import TaskSource
+from arborl.config.algorithm_config import AlgorithmConfig
+from arborl.config.run_config import RunConfig
+from arborl.data.task_source import TaskSource
 from arborl.learner.core.learner import Learner
 from arborl.learner.core.update_metrics import term_tensors
 from arborl.learner.distributed.learner_group import LearnerGroup
@@ -38,14 +38,14 @@ class OfflineEvaluator:
 
     async def measure(self) -> EvaluationResult:
         """`loss`; for demonstrations `perplexity`; for pairs and labels `accuracy` and `margin`. By source too."""
-        groups = self.rollout.shown(self.source.evaluation(self.tasks))
+        groups = self.rollout.offline_groups(self.source.evaluation(self.tasks))
         return EvaluationResult(metrics_by_source(groups, self.scores), groups)
 
     def scores(self, groups: Sequence[Group]) -> Metrics:
         metrics: Metrics = {"tasks": float(len(groups))}
         if not groups:
             return metrics
-        kept, _, terms = prepare_batch(self.algorithm, self.learner, groups, Needs(proximal=True))
+        kept, _, terms = prepare_batch(self.algorithm, self.learner, groups, AlgorithmNeeds(proximal=True))
         if not len(terms):
             return metrics
         terms = self.algorithm.credit(kept, terms)
@@ -55,11 +55,11 @@ class OfflineEvaluator:
         return metrics | preference_metrics(kept, terms, self.config)
 
     def _loss(self, terms: Terms) -> float:
-        batch = columns(terms, torch.device("cpu"), torch.float64)
+        batch = term_tensors(terms, torch.device("cpu"), torch.float64)
         logprob_M = torch.from_numpy(terms.proximal)
         if self.algorithm.whole:
             batch = dataclasses.replace(batch, sequence_M=self.algorithm.prepare(logprob_M, batch))
-        loss_M, _ = self.algorithm.loss(Said(logprob_M, torch.zeros_like(logprob_M)), batch)
+        loss_M, _ = self.algorithm.loss(ModelOutputs(logprob_M, torch.zeros_like(logprob_M)), batch)
         return float((loss_M * batch.weight_M).sum())
 
 
@@ -69,7 +69,7 @@ def preference_metrics(groups: Sequence[Group], terms: Terms, config: AlgorithmC
     Of a pair, the chosen reply must have the higher one. With KTO, single replies are compared with its reference
     point.
     """
-    episodes = [episode for group in groups for episode in group.survivors]
+    episodes = [episode for group in groups for episode in group.valid_episodes]
     reward_E = config.beta * np.bincount(terms.episode, terms.proximal - terms.reference, minlength=len(episodes))
     chosen_E = np.array([episode.reward >= config.reward_threshold for episode in episodes])
     if config.loss == "kto":

@@ -92,7 +92,7 @@ class PairedComparison:
 
 def task_scores(groups: Sequence[Group]) -> dict[str, TaskScore]:
     """The scores that all tasks have, by name."""
-    survivors = [episode for group in groups for episode in group.survivors]
+    survivors = [episode for group in groups for episode in group.valid_episodes]
     if not survivors:
         return {}
     has_success = any("success" in episode.metrics for episode in survivors)
@@ -135,7 +135,7 @@ def pass_all_k(n: int, right: int, k: int) -> float:
 
 
 def _pass(k: int, probability: Callable[[int, int, int], float], group: Group) -> float:
-    right = sum(episode_metric("success", episode) >= 1.0 for episode in group.survivors)
+    right = sum(episode_metric("success", episode) >= 1.0 for episode in group.valid_episodes)
     return probability(len(group.episodes), right, k)
 
 

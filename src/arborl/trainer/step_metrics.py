@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from arborl.algorithms.episode_advantages import is_constant
-from arborl.types import GIVEN, Episode, Finish, Forest, Group, Metrics, Stop, Terms
+from arborl.types import NOT_SAMPLED, Episode, FinishReason, Forest, Group, Metrics, StopReason, Terms
 
-STOPS = (Stop.DONE, Stop.TRUNCATED, Stop.MAX_TURNS, Stop.CONTEXT_FULL)
+STOPS = (StopReason.DONE, StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.CONTEXT_FULL)
 """Stop reasons of episodes that did not fail."""
 SKIPPED_COUNTERS: Metrics = {"learner/skipped": 0.0, "learner/skipped/no_terms": 0.0, "learner/skipped/gradient": 0.0}
 """Written at 0 too, so that each is a continuous curve."""
@@ -20,14 +20,14 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
     """Counts, rewards, stop reasons and lengths of the episodes of a step."""
     episodes = [episode for group in groups for episode in group.episodes if episode.weight > 0]
     survivors = [episode for episode in episodes if episode.failure is None]
-    has_rewards = not any(episode.given for episode in episodes)  # demonstrations have none
+    has_rewards = not any(episode.is_offline for episode in episodes)  # demonstrations have none
     metrics: Metrics = {
         "episode/count": float(len(episodes)),
         "episode/failed": float(len(episodes) - len(survivors)),
     }
     if has_rewards:
-        flat = [is_flat(np.array([episode.reward for episode in group.survivors])) for group in groups]
-        metrics["group/flat"] = float(np.mean(flat)) if flat else 0.0
+        flat = [is_constant(np.array([episode.reward for episode in group.valid_episodes])) for group in groups]
+        metrics["group/zero_variance"] = float(np.mean(flat)) if flat else 0.0
     for where, count in Counter(episode.failure.where for episode in episodes if episode.failure).items():
         metrics[f"failed/{where}"] = float(count)
     if not survivors:
@@ -38,7 +38,7 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
         "episode/calls": float(np.mean([len(episode.calls) for episode in survivors])),
     }
     finishes = [call.completion.finish for episode in survivors for call in episode.calls]
-    metrics["call/cut_off"] = finishes.count(Finish.LENGTH) / max(len(finishes), 1)
+    metrics["call/cut_off"] = finishes.count(FinishReason.LENGTH) / max(len(finishes), 1)
     stops = Counter(episode.stop for episode in survivors)
     metrics |= {f"stop/{stop}": stops[stop] / len(survivors) for stop in dict.fromkeys((*STOPS, *stops))}
     if has_rewards:
@@ -59,7 +59,7 @@ def _means(episodes: Sequence[Episode], field: str) -> Metrics:
 def batch_metrics(forest: Forest, terms: Terms, version: int) -> Metrics:
     """Size of the learner's batch, share of unique tokens, mean |advantage|, and lag of its tokens in versions."""
     num_tokens = sum(len(tree) for tree in forest.trees)
-    lag = version - terms.version[terms.version != GIVEN]
+    lag = version - terms.version[terms.version != NOT_SAMPLED]
     return {
         "batch/lag_mean": float(lag.mean()) if len(lag) else 0.0,
         "batch/lag_max": float(lag.max(initial=0)),

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from arborl.algorithms.recipe import Algorithm
-from arborl.checkpoint import Damaged
-from arborl.config.run import RunConfig
-from arborl.data.source import TaskSource
+from arborl.checkpoint import DamagedCheckpoint
+from arborl.config.run_config import RunConfig
+from arborl.data.task_source import TaskSource
 from arborl.diagnosis.run_monitor import DiagnosisMonitor, FailureMonitor
 from arborl.engines.engine import Engine
 from arborl.learner.core.learner import Learner
@@ -131,7 +131,7 @@ class Trainer:
     async def fit(self) -> None:
         """Train from `step` to `num_steps`."""
         self.idle_since = time.perf_counter()
-        self.rollout.asked.busy()
+        self.rollout.engine_time.busy()
         gc.freeze()  # objects of the libraries stay; scanning them stalls the engine
         try:
             await self.engine.load(self.learner.weights(), version=self.step)
@@ -156,13 +156,13 @@ class Trainer:
         with timer("score"):
             await self._score(groups, greedy)
         with timer("learn"):
-            demonstrations = self.rollout.shown(self.source.beside(self.step))
+            demonstrations = self.rollout.offline_groups(self.source.beside(self.step))
             run_update = await self._pause_for_update()
             with span("arborl.learn"):
                 metrics = self._sampling_metrics(timer, losses)
                 metrics |= await run_update(self._credit_and_update, groups, demonstrations, seed)
         if not self.engine.follows_weights:  # its replies are not the policy's: there is no difference to report
-            metrics = {name: value for name, value in metrics.items() if not name.startswith(GAP)}
+            metrics = {name: value for name, value in metrics.items() if not name.startswith(ROLLOUT_GAP)}
         self.step += 1  # from here on the step is done, whatever interrupts
         self.pipeline.trained()
         await self._report(groups, metrics, timer)
@@ -194,7 +194,7 @@ class Trainer:
     async def _score(self, groups: Sequence[Group], greedy: Sequence[Group]) -> None:
         await self.rewards.score([group for group in (*groups, *greedy) if not _is_scored(group)])
         for group, baseline in zip(groups, greedy, strict=False):
-            group.greedy = baseline.survivors[0].reward if baseline.survivors else None
+            group.greedy = baseline.valid_episodes[0].reward if baseline.valid_episodes else None
 
     # -------------------------------------------------------------------------------------------- credit and update
 
@@ -206,13 +206,13 @@ class Trainer:
         config, dropped = self.config.learner, Metrics()
         if config.max_samples_per_trajectory is not None:
             seed = derive(seed, "thin")
-            forest, terms, dropped = thin(kept, terms, config.max_samples_per_trajectory, config.downsample_mode, seed)
+            forest, terms, dropped = downsample_branches(kept, terms, config.max_samples_per_trajectory, config.downsample_mode, seed)
         metrics |= batch_metrics(forest, terms, self.step) | self.algorithm.metrics() | dropped
-        episode_ids = [episode.id for group in kept for episode in group.survivors]
-        self.learner.log = self.credited = None
+        episode_ids = [episode.id for group in kept for episode in group.valid_episodes]
+        self.learner.term_log = self.credited = None
         if self.config.track.terms and terms.place is not None and len(terms):
-            self.learner.log = TermLog(1 + int(terms.place.max()))
-            self.credited = CreditedBatch(kept, terms, self.learner.log)
+            self.learner.term_log = TermLog(1 + int(terms.place.max()))
+            self.credited = CreditedBatch(kept, terms, self.learner.term_log)
         return metrics | SKIPPED_COUNTERS | self.learner.update(forest.trees, terms, self.algorithm, episode_ids)
 
     async def _pause_for_update(self) -> Callable[..., Awaitable[Metrics]]:
@@ -264,14 +264,14 @@ class Trainer:
             log.warning(warning)
         episodes = [episode for group in groups for episode in group.episodes]
         num_episodes = len(episodes) + int(metrics["rollout/filtered_episodes"])
-        self.failure_monitor.check("step", self.step, [*episodes, *self.rollout.failed_unseen()], num_episodes)
+        self.failure_monitor.check("step", self.step, [*episodes, *self.rollout.take_dropped_failures()], num_episodes)
 
     def _idle_seconds(self, timer: StageTimer) -> Metrics:
         """Since the last call: how long the engine and the learner were idle."""
         now = time.perf_counter()
         elapsed, self.idle_since = now - self.idle_since, now
         return {
-            "time/idle_engine": max(elapsed - self.rollout.asked.busy(), 0.0),
+            "time/idle_engine": max(elapsed - self.rollout.engine_time.busy(), 0.0),
             "time/idle_learner": max(elapsed - timer.seconds["time/learn"], 0.0),
         }
 

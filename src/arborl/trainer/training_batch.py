@@ -12,12 +12,12 @@ from arborl.algorithms.reward_arrays import cut_rows
 from arborl.errors import EpisodeError
 from arborl.learner.core.learner import Learner
 from arborl.learner.distributed.learner_group import LearnerGroup
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.types import NOT_SAMPLED, Forest, Group, Terms
 
 log = logging.getLogger(__name__)
 
-NO_EXTRA_NEEDS = Needs()
+NO_EXTRA_NEEDS = AlgorithmNeeds()
 COLUMN_SOURCES = {
     "logprob": "engine", "proximal": "learner", "reference": "reference policy", "value": "critic", "after": "critic",
     "teacher": "teacher",
@@ -36,11 +36,11 @@ def prepare_batch(
     while True:
         kept = algorithm.keep(groups)
         needs = algorithm.needs | extra_needs
-        forest = plant(kept)
+        forest = build_token_trees(kept)
         cut = cut_rows(kept, forest.terms) if needs.after else np.zeros(0, dtype=np.int64)
-        terms = learner.look(forest.trees, forest.terms, needs, cut)
+        terms = learner.score_terms(forest.trees, forest.terms, needs, cut)
         columns = ["logprob", *(name for name in ("proximal", "reference", "value", "teacher") if getattr(needs, name))]
-        is_given = terms.version == GIVEN  # demonstrations have no sampling log-probability
+        is_given = terms.version == NOT_SAMPLED  # demonstrations have no sampling log-probability
         not_finite = {
             name: np.unique(terms.episode[~np.isfinite(getattr(terms, name)) & ~(is_given & (name == "logprob"))])
             for name in columns
@@ -48,7 +48,7 @@ def prepare_batch(
         not_finite["after"] = terms.episode[cut[~np.isfinite(terms.after[cut])]]
         if not any(len(indices) for indices in not_finite.values()):
             return kept, forest, terms
-        episodes = [episode for group in kept for episode in group.survivors]
+        episodes = [episode for group in kept for episode in group.valid_episodes]
         for name, indices in not_finite.items():
             for index in indices:
                 if (episode := episodes[index]).failure is None:

@@ -6,7 +6,7 @@ start and after updates with a gradient, until it has changed.
 
 from __future__ import annotations
 
-from arborl.engines.engine import PROBE, Engine
+from arborl.engines.engine import PROBE_SESSION, Engine
 from arborl.types import Completion, Metrics, Sampling
 
 PROMPT = (1, 2, 3, 5, 8, 13)
@@ -24,7 +24,7 @@ class WeightSyncProbe:
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.is_done = not engine.follows_weights or getattr(engine, "proves_weights", False)
+        self.is_done = not engine.follows_weights or getattr(engine, "verifies_weights", False)
         self.before: Completion | None = None
         self.num_unchanged = 0
 
@@ -53,4 +53,4 @@ class WeightSyncProbe:
             )
 
     async def _sample(self) -> Completion:
-        return await self.engine.generate(PROMPT, Sampling(max_tokens=1), session=PROBE)
+        return await self.engine.generate(PROMPT, Sampling(max_tokens=1), session=PROBE_SESSION)

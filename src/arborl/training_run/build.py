@@ -22,12 +22,12 @@ from arborl.engines import Engine
 from arborl.errors import ConfigError
 from arborl.models.model_files import check_supported, read_model_config, resolve
 from arborl.rewards import Rewards
-from arborl.rollout.given import GivenEpisodes
-from arborl.rollout.recorder import Limits
-from arborl.rollout.runner import Cast, Rollout
+from arborl.rollout.offline_episodes import OfflineEpisodes
+from arborl.rollout.recorder import EpisodeLimits
+from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.sandbox import ActiveLevel
 from arborl.tools.tool_loader import ToolLoader
-from arborl.track.from_config import Makers, followers
+from arborl.track.configured_trackers import Makers, make_trackers
 from arborl.training_run.part_factory import RunPartFactory
 from arborl.types import Message, Sampling
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:  # needs torch
     from transformers import PreTrainedModel
 
     from arborl.algorithms import Algorithm
-    from arborl.algorithms.algorithm import Needs
+    from arborl.algorithms.recipe import AlgorithmNeeds
     from arborl.cluster.placement.ray_cluster import RayCluster
-    from arborl.learner.blueprint import Blueprint
-    from arborl.learner.forecast import Plan
-    from arborl.learner.group import LearnerGroup
-    from arborl.learner.learner import Learner
+    from arborl.learner.distributed.rank_worker import LearnerSpec
+    from arborl.learner.core.memory_forecast import MemoryPlan
+    from arborl.learner.distributed.learner_group import LearnerGroup
+    from arborl.learner.core.learner import Learner
     from arborl.models.output_heads import CriticInit
-    from arborl.trainer.evaluate import Measures
+    from arborl.trainer.evaluation import HeldOutEvaluator
 
 SAMPLE = (
     Message("user", "What is 12 + 30? Explain each step, then give the answer."),
@@ -71,14 +71,14 @@ class RunParts:
     evaluator: HeldOutEvaluator
     steps: int
     """Number of steps of the whole run."""
-    sandbox: Found | None
+    sandbox: ActiveLevel | None
     """Isolation of the code that the model writes; None if the run executes none."""
-    tools: OpenTools
-    plan: Plan
+    tools: ToolLoader
+    plan: MemoryPlan
     """Memory plan of the device."""
-    followers: Makers = field(default_factory=dict)
+    tracker_makers: Makers = field(default_factory=dict)
     """Trackers beside the files of the run, by name."""
-    cluster: Cluster | None = None
+    cluster: RayCluster | None = None
 
     async def close(self) -> None:
         """Close the engine, the environment processes, the tool servers, the learner and the cluster."""
@@ -113,7 +113,7 @@ class ServingParts:
     cast: EpisodeFactories
     sampling: Sampling
     """As in the evaluation of the run."""
-    limits: Limits
+    limits: EpisodeLimits
     tools: ToolLoader
 
     def read(self, folder: Path) -> Mapping[str, Any]:
@@ -148,22 +148,22 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None, training:
 def _build(factory: RunPartFactory, training: bool) -> RunParts:
     config = factory.config
     cast, rewards = factory.cast(), factory.rewards()
-    trackers = followers(config.track, factory.objects)
+    trackers = make_trackers(config.track, factory.objects)
     factory.check_names()
     sandbox = factory.sandbox()
     folder, renderer = _find_model(config)
     critic_name = config.learner.critic_from
     critic_folder = check_model(resolve(critic_name, "learner.critic_from")) if critic_name is not None else None
-    given = GivenEpisodes.of(config, renderer)
+    given = OfflineEpisodes.of(config, renderer)
     source, steps = factory.source(renderer, given)
     trained = with_demonstrations(source, config, given.rows("sft"), factory.objects) if training else source
 
-    from arborl.cluster.ranks import ranks_on
-    from arborl.learner.launch import check_ranks, make_learner
-    from arborl.learner.memory import planned
-    from arborl.learner.teacher import teacher_of
-    from arborl.trainer.evaluate import Evaluator
-    from arborl.trainer.given_evaluation import GivenEvaluator
+    from arborl.cluster.placement.ray_ranks import rank_launcher
+    from arborl.learner.distributed.launch import check_ranks, make_learner
+    from arborl.learner.core.memory_plan import plan_memory
+    from arborl.learner.core.teacher import teacher_of
+    from arborl.trainer.evaluation import Evaluator
+    from arborl.trainer.offline_evaluation import OfflineEvaluator
 
     _set_up_torch(config)
     algorithm = factory.algorithm()  # a mistake in a custom function is reported before the weights are loaded
@@ -173,7 +173,7 @@ def _build(factory: RunPartFactory, training: bool) -> RunParts:
     model = _load_checked_policy(config, folder, renderer)
     origin = _load_critic_origin(critic_folder, folder, model)
     teacher = teacher_of(config, folder)
-    plan = planned(model, config, algorithm.needs)  # after all other models have their memory
+    plan = plan_memory(model, config, algorithm.needs)  # after all other models have their memory
     sampling = training_sampling(config, renderer)
     factory.connect(model, rewards, training)
     engine = factory.engine(
@@ -184,16 +184,16 @@ def _build(factory: RunPartFactory, training: bool) -> RunParts:
     if not training:
         settings = settings.model_copy(update={"strategy": "single", "ranks": 1})
     spec = _learner_spec(config, settings, sampling, algorithm.needs, steps, folder, critic_folder)
-    learner = make_learner(spec, model, origin, teacher, ranks_on(factory.cluster, model))
-    evaluator: Measures = (
-        GivenEvaluator(source, rollout, algorithm, config, learner)
+    learner = make_learner(spec, model, origin, teacher, rank_launcher(factory.cluster, model))
+    evaluator: HeldOutEvaluator = (
+        OfflineEvaluator(source, rollout, algorithm, config, learner)
         if config.data.offline
         else Evaluator(source, rollout, rewards, config.evaluation, config.seed, config.rollout.val_envs)
     )
     return RunParts(
         config=config, model_folder=folder, model=model, renderer=renderer, engine=engine, source=trained, cast=cast,
         rollout=rollout, rewards=rewards, algorithm=algorithm, learner=learner, evaluator=evaluator, steps=steps,
-        sandbox=sandbox, tools=factory.open_tools, plan=plan, followers=trackers, cluster=factory.cluster,
+        sandbox=sandbox, tools=factory.open_tools, plan=plan, make_trackers=trackers, cluster=factory.cluster,
     )  # fmt: skip
 
 
@@ -237,7 +237,7 @@ def count_steps(config: RunConfig, objects: Mapping[str, Any] | None = None) -> 
     if config.trainer.steps is not None:
         return config.trainer.steps
     renderer = make_renderer(config, resolve(config.model.name))
-    return RunPartFactory(config, objects or {}).source(renderer, GivenEpisodes.of(config, renderer))[1]
+    return RunPartFactory(config, objects or {}).source(renderer, OfflineEpisodes.of(config, renderer))[1]
 
 
 def training_sampling(config: RunConfig, renderer: Renderer) -> Sampling:
@@ -254,9 +254,9 @@ def training_sampling(config: RunConfig, renderer: Renderer) -> Sampling:
     )
 
 
-def episode_limits(config: RunConfig) -> Limits:
+def episode_limits(config: RunConfig) -> EpisodeLimits:
     rollout = config.rollout
-    return Limits(
+    return EpisodeLimits(
         max_turns=rollout.max_turns,
         max_context=config.sampling.max_context,
         episode_seconds=rollout.episode_seconds,
@@ -272,7 +272,7 @@ def make_renderer(config: RunConfig, folder: Path) -> Renderer:
 
 def resolve_dtype(config: RunConfig) -> RunConfig:
     """With the precision that `model.dtype=auto` means here, so that a resumed run keeps it on another machine."""
-    from arborl.models.load import dtype_of
+    from arborl.models.model_loading import dtype_of
 
     model = config.model
     if model.dtype != "auto":
@@ -283,8 +283,8 @@ def resolve_dtype(config: RunConfig) -> RunConfig:
 
 def load_policy(config: RunConfig, folder: Path, device: str | None = None) -> PreTrainedModel:
     """The policy with its adapters and output layer, on `device` or that of the configuration."""
-    from arborl.models.heads import float32_head
-    from arborl.models.load import load_model
+    from arborl.models.output_heads import float32_head
+    from arborl.models.model_loading import load_model
     from arborl.models.lora import add_lora, has_lora, load_4bit
     from arborl.models.model_loading import load_model
     from arborl.models.output_heads import float32_head
@@ -302,7 +302,7 @@ def load_policy(config: RunConfig, folder: Path, device: str | None = None) -> P
 def _find_model(config: RunConfig) -> tuple[Path, Renderer]:
     """Folder and renderer of the policy; checked before the weights are loaded."""
     folder = check_model(resolve(config.model.name))
-    check_supported(described(folder), config.model.name, config.sampling.max_context)
+    check_supported(read_model_config(folder), config.model.name, config.sampling.max_context)
     return folder, make_renderer(config, folder)
 
 
@@ -319,12 +319,12 @@ def _set_up_torch(config: RunConfig, seeded: bool = True) -> None:
 def _load_checked_policy(config: RunConfig, folder: Path, renderer: Renderer) -> PreTrainedModel:
     """Load the policy; check that it runs at `max_context` and knows all tokens of its tokenizer."""
     from arborl.models.path_check import use_sample_text
-    from arborl.models.probe import check_runs
+    from arborl.models.path_check import check_tree_support
 
     model = load_policy(config, folder)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     use_sample_text(model, [token for token in renderer.encode(renderer.render(SAMPLE)) if token < vocabulary])
-    check_runs(model, config.model.name, config.sampling.max_context)
+    check_tree_support(model, config.model.name, config.sampling.max_context)
     largest = max(*renderer.encode(renderer.render([Message("user", "Hello.")])), min(renderer.stop))
     if largest >= vocabulary:
         raise ConfigError(
@@ -334,28 +334,28 @@ def _load_checked_policy(config: RunConfig, folder: Path, renderer: Renderer) ->
     return model
 
 
-def _load_critic_origin(critic_folder: Path | None, folder: Path, model: PreTrainedModel) -> Origin | None:
-    from arborl.models.scalar import load_origin
+def _load_critic_origin(critic_folder: Path | None, folder: Path, model: PreTrainedModel) -> CriticInit | None:
+    from arborl.models.output_heads import load_critic_init
 
-    return load_origin(critic_folder, model, folder) if critic_folder is not None else None
+    return load_critic_init(critic_folder, model, folder) if critic_folder is not None else None
 
 
 def _learner_spec(
-    config: RunConfig, settings: LearnerConfig, sampling: Sampling, needs: Needs, steps: int, folder: Path,
+    config: RunConfig, settings: LearnerConfig, sampling: Sampling, needs: AlgorithmNeeds, steps: int, folder: Path,
     critic_folder: Path | None,
-) -> Blueprint:  # fmt: skip
+) -> LearnerSpec:  # fmt: skip
     """What every rank builds its learner from."""
-    from arborl.learner.blueprint import Blueprint
-    from arborl.learner.schedule import NONE, FirstSteps
-    from arborl.learner.teacher import teacher_of
+    from arborl.learner.distributed.rank_worker import LearnerSpec
+    from arborl.learner.core.optimizer import NO_INITIAL_UPDATES, InitialUpdates
+    from arborl.learner.core.teacher import teacher_of
 
     imitation = config.demonstrations
-    return Blueprint(
+    return LearnerSpec(
         settings, sampling, needs, steps, config.seed,
         model=partial(load_policy, config, folder),
         origin=partial(_load_critic_origin, critic_folder, folder),
         teacher=partial(teacher_of, config, folder),
         deterministic=config.deterministic,
         threads=config.threads,
-        first=NONE if imitation.imitation_lr is None else FirstSteps(imitation.steps, imitation.imitation_lr),
+        first=NO_INITIAL_UPDATES if imitation.imitation_lr is None else InitialUpdates(imitation.steps, imitation.imitation_lr),
     )  # fmt: skip

@@ -29,7 +29,7 @@ from arborl.training_run.run_folder import claimed
 from arborl.training_run.signals import StopSignals
 
 if TYPE_CHECKING:
-    from arborl.trainer.standings import Played
+    from arborl.trainer.policy_comparison import PolicyResult
     from arborl.trainer.trainer import Hook
     from arborl.training_run.run_session import RunSession
 
@@ -203,10 +203,10 @@ def evaluate(
         objects: Python objects of parts, by their names in the configuration.
         trust: import parts that an unsigned run folder names.
     """
-    return {one.way: one.metrics for one in measure([path], MeasureOptions(overrides, trust=trust), objects)}
+    return {one.decoding: one.metrics for one in measure([path], MeasureOptions(overrides, trust=trust), objects)}
 
 
-def measure(names: Sequence[str], options: MeasureOptions, objects: Mapping[str, Any] | None = None) -> list[Played]:
+def measure(names: Sequence[str], options: MeasureOptions, objects: Mapping[str, Any] | None = None) -> list[PolicyResult]:
     """Evaluate several policies on the same tasks or prompts, one after the other.
 
     Example:
@@ -218,7 +218,7 @@ def measure(names: Sequence[str], options: MeasureOptions, objects: Mapping[str,
         options: tasks and decoding.
         objects: as in `evaluate`.
     """
-    results: list[Played] = []
+    results: list[PolicyResult] = []
     for policy in policies(names, options):
         with traced(policy.name):
             results += wait_for(play(policy, options, objects))

@@ -13,7 +13,7 @@ from arborl import checkpoint
 from arborl.config.run_config import AgentConfig, RunConfig
 from arborl.config.trust import READ
 from arborl.errors import ConfigError, disk_errors
-from arborl.models.find import check_supported, described, resolve, stored_dtype
+from arborl.models.model_files import check_supported, read_model_config, resolve, stored_dtype
 from arborl.registry import short_name
 from arborl.training_run.build import make_renderer, save_tokenizer
 from arborl.training_run.measure import MeasureOptions, settings_of

@@ -147,7 +147,7 @@ def _with_options(config: RunConfig, options: MeasureOptions) -> RunConfig:
 
 async def play(
     policy: MeasuredPolicy, options: MeasureOptions, objects: Mapping[str, Any] | None = None
-) -> list[Played]:
+) -> list[PolicyResult]:
     """Evaluate one policy, one decoding mode after the other.
 
     Args:
@@ -163,28 +163,28 @@ async def play(
         await parts.close()
 
 
-async def _play(policy: MeasuredPolicy, parts: RunParts, options: MeasureOptions) -> list[Played]:
-    from arborl.trainer.evaluate import Evaluator, counted, headline, warn_of_failures
-    from arborl.trainer.failing import FailureWatch, explain, hopeless
-    from arborl.trainer.standings import Played
+async def _play(policy: MeasuredPolicy, parts: RunParts, options: MeasureOptions) -> list[PolicyResult]:
+    from arborl.trainer.evaluation import Evaluator, count_episodes, evaluation_metrics, warn_of_failures
+    from arborl.diagnosis.run_monitor import FailureMonitor, failure_message, nearly_all_failed
+    from arborl.trainer.policy_comparison import PolicyResult
 
     evaluator, config = parts.evaluator, policy.config
     if options.prompts is not None:
         evaluator = _prompt_evaluator(parts, options.prompts)
     elif not isinstance(evaluator, Evaluator):  # an offline run: nothing is sampled
-        return [Played(policy.name, "sampled", (await evaluator.measure()).metrics)]
+        return [PolicyResult(policy.name, "sampled", (await evaluator.measure()).metrics)]
     judged = all(reward.name != UNJUDGED for reward in config.rewards)
-    found: list[Played] = []
+    found: list[PolicyResult] = []
     for way, temperature in _ways(config, options).items():
         groups = await evaluator.play(temperature)
-        found.append(Played(policy.name, way, headline(groups), groups, judged))
+        found.append(PolicyResult(policy.name, way, evaluation_metrics(groups), groups, judged))
         if len(found) == 1:  # if nearly all fail, one mode is enough
             warn_of_failures(groups)
             episodes = [episode for group in groups for episode in group.episodes]
-            FailureWatch().look("evaluation", 0, episodes)
+            FailureMonitor().check("evaluation", 0, episodes)
             if episodes and all(episode.failure is not None for episode in episodes):  # however few
-                raise RunStopped(explain(episodes, len(episodes), "the evaluation", 1))
-            if hopeless(*counted(groups)):
+                raise RunStopped(failure_message(episodes, len(episodes), "the evaluation", 1))
+            if nearly_all_failed(*count_episodes(groups)):
                 break
     return found
 
@@ -203,7 +203,7 @@ def _ways(config: RunConfig, options: MeasureOptions) -> dict[str, float]:
 
 
 def _prompt_evaluator(parts: RunParts, prompts: Sequence[Mapping[str, Any]]) -> Evaluator:
-    from arborl.trainer.evaluate import Evaluator
+    from arborl.trainer.evaluation import Evaluator
 
     config, tasks = parts.config, tasks_of(parts.config, prompts)
     tags = config.rollout.val_envs
@@ -212,6 +212,6 @@ def _prompt_evaluator(parts: RunParts, prompts: Sequence[Mapping[str, Any]]) -> 
 
 def tasks_of(config: RunConfig, prompts: Sequence[Mapping[str, Any]]) -> list[Task]:
     """Prompts as tasks with new ids, in order."""
-    reader = Reader("prompts", config.data.question)
+    reader = RowReader("prompts", config.data.question)
     tasks = (reader.task(row, f"prompt {n}", None, n) for n, row in enumerate(prompts, 1))
     return [replace(task, id=f"prompts/{n:06d}") for n, task in enumerate(tasks, 1)]

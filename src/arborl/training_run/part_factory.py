@@ -14,7 +14,7 @@ from arborl.agents import AGENTS, Agent, resolve_agent_name
 from arborl.agents.agent_interface import refuse_plain_function
 from arborl.agents.context.managed_conversation import check_accepts_context
 from arborl.chat import Renderer
-from arborl.cluster.connection import check_there
+from arborl.cluster.placement.ray_cluster import check_ray_available
 from arborl.config.run_config import PartConfig, RunConfig
 from arborl.data import Mixture, TaskSource, open_source
 from arborl.data.mixing.task_pools import RowPool
@@ -24,17 +24,17 @@ from arborl.envs.prompt_wrapper import NO_PROMPT, prepend_system_prompt, wrap_wi
 from arborl.errors import ConfigError, EngineError
 from arborl.registry import Registry, call_checked, short_name, unique_name
 from arborl.rewards import REWARDS, Rewards
-from arborl.rewards.by_source import RewardsBySource
-from arborl.rewards.reward import opened as parts_of
-from arborl.rollout.by_source import Seat, differences, seats_of
-from arborl.rollout.given import GivenEpisodes
-from arborl.rollout.groups import FILTERS, Manner
-from arborl.rollout.part_maker import PartMaker, agent_maker, env_maker
-from arborl.rollout.recorder import Limits
-from arborl.rollout.replay import Recording, Replay
-from arborl.rollout.runner import Cast, Rollout
-from arborl.rollout.slots import FIRST
-from arborl.rollout.workers import Workers
+from arborl.rewards.reward import RewardsBySource
+from arborl.rewards.reward import reward_parts as parts_of
+from arborl.rollout.part_factories import SourceParts, source_overrides, parts_by_source
+from arborl.rollout.offline_episodes import OfflineEpisodes
+from arborl.rollout.groups import FILTERS, GroupOptions
+from arborl.rollout.part_factories import PartFactory, agent_factory, env_factory
+from arborl.rollout.recorder import EpisodeLimits
+from arborl.rollout.episode_store import RolloutRecorder, RolloutReplay
+from arborl.rollout.runner import EpisodeFactories, Rollout
+from arborl.rollout.runner import DEFAULT_CONCURRENCY
+from arborl.rollout.env_workers import Workers
 from arborl.sandbox import ActiveLevel
 from arborl.tools import TOOLS, AnyTool
 from arborl.tools.core.toolbox import warn_incomplete_specs
@@ -62,14 +62,14 @@ class RunPartFactory:
         self.open_tools = ToolLoader(lambda name: self.find(TOOLS, name), connect)
         self.made: list[Any] = []
         """Constructed agents, tools and rewards."""
-        self.cluster: Cluster | None = None
+        self.cluster: RayCluster | None = None
 
     def find(self, registry: Registry, name: str) -> Any:
         return self.objects[name] if name in self.objects else registry[name]
 
-    def maker(self, registry: Registry, part: PartConfig, where: str, **more: Any) -> PartMaker:
+    def maker(self, registry: Registry, part: PartConfig, where: str, **more: Any) -> PartFactory:
         """A constructor of a part; its arguments are checked here, once."""
-        return PartMaker(self.find(registry, part.name), part.name, part.args, where, more)
+        return PartFactory(self.find(registry, part.name), part.name, part.args, where, more)
 
     def check_names(self) -> None:
         """Check names that are used only after the model is loaded. Engines of the library are not imported."""
@@ -79,7 +79,7 @@ class RunPartFactory:
         if config.engine.name == "vllm":
             check_vllm_installed(config.engine.python)
         if config.placement.name == "ray":
-            check_there(config.placement)
+            check_ray_available(config.placement)
         if config.rollout.group_filter is not None:
             self.find(FILTERS, config.rollout.group_filter)
 
@@ -89,7 +89,7 @@ class RunPartFactory:
             from arborl.cluster.placement.placed_parts import connect_cluster
 
             remote_ranks = self.config.learner.ranks - 1 if training else 0
-            self.cluster = connected(self.config.placement, model, rewards, remote_ranks)
+            self.cluster = connect_cluster(self.config.placement, model, rewards, remote_ranks)
 
     def stop(self) -> None:
         """Stop tool servers and the cluster after a failed build."""
@@ -99,13 +99,13 @@ class RunPartFactory:
             if self.cluster is not None:
                 self.cluster.close()
 
-    def cast(self) -> Cast:
+    def cast(self) -> EpisodeFactories:
         """Constructors of agents and environments for a task.
 
         The parts are those of the task's source. A task may name another agent or environment; an agent in the
         configuration of the source takes precedence over one in its rows.
         """
-        config, seats = self.config, seats_of(self.config)
+        config, seats = self.config, parts_by_source(self.config)
         tools, sources = self.tools(), config.data.sources
 
         def source_of(task: Task) -> str:
@@ -113,29 +113,29 @@ class RunPartFactory:
 
         def agent_part(source: str, name: str | None) -> PartConfig:
             fixed = source in sources and sources[source].agent is not None
-            if not name or fixed or called_here(name, config.data.agents) == seats[source].agent.name:
+            if not name or fixed or resolve_agent_name(name, config.data.agents) == seats[source].agent.name:
                 return seats[source].agent
-            return config.data.agents.get(name) or PartConfig(name=called_here(name))
+            return config.data.agents.get(name) or PartConfig(name=resolve_agent_name(name))
 
         @cache
         def env_constructor(source: str, name: str | None, agent: str | None) -> Callable[[], Env]:
             seat = seats[source]
             is_default = name in (None, seat.env.name)
             part = seat.env if is_default else PartConfig(name=str(name))
-            make = env_maker(self.maker(ENVS, part, f"{seat.where}env"))
+            make = env_factory(self.maker(ENVS, part, f"{seat.where}env"))
             system = getattr(agent_part(source, agent), "system", None)
             system = config.agent.system if system is None else system
             prompt = seat.env.prompt if is_default else NO_PROMPT
-            return lambda: prompted(make(), prompt, system, seat.sizes)
+            return lambda: wrap_with_prompt(make(), prompt, system, seat.sizes)
 
         @cache
         def agent_constructor(source: str, name: str | None) -> Callable[[], Agent]:
             part, key, context = agent_part(source, name), f"{seats[source].where}agent", seats[source].context
             where, found = f"{key}={part.name}", self.find(AGENTS, part.name)
             refuse_plain_function(found, {*part.args, "tools"}, where)
-            check_takes(found, where, context)
+            check_accepts_context(found, where, context)
             more: dict[str, Any] = {"tools": tools[source]} | ({"context": context} if context is not None else {})
-            return agent_maker(self.maker(AGENTS, part, key, **more), where)
+            return agent_factory(self.maker(AGENTS, part, key, **more), where)
 
         def make_env(task: Task) -> Env:
             return env_constructor(source_of(task), task.env, task.agent)()
@@ -143,7 +143,7 @@ class RunPartFactory:
         def make_agent(task: Task) -> Agent:
             return agent_constructor(source_of(task), task.agent)()
 
-        cast = Cast(make_agent, make_env, *differences(sources)) if sources else Cast(make_agent, make_env)
+        cast = EpisodeFactories(make_agent, make_env, *source_overrides(sources)) if sources else EpisodeFactories(make_agent, make_env)
         for name, seat in seats.items():
             _check_env(cast.env(Task("check", source=name)), f"{seat.where}env={seat.env.name}")
             self.made.append(cast.agent(Task("check", source=name)))
@@ -153,7 +153,7 @@ class RunPartFactory:
 
     def tools(self) -> dict[str, list[AnyTool]]:
         """The tools of each source, constructed or fetched from their servers."""
-        seats = seats_of(self.config)
+        seats = parts_by_source(self.config)
         everywhere = [entry for seat in seats.values() for entry in seat.tools]
         warn_foreign_variables(everywhere)
         made = {}
@@ -165,12 +165,12 @@ class RunPartFactory:
 
     def rewards(self) -> Rewards:
         """The rewards of the run, and those of sources with their own."""
-        seats = seats_of(self.config)
+        seats = parts_by_source(self.config)
         run = self._rewards(seats.pop(""))
         names = [name for name, source in self.config.data.sources.items() if source.rewards is not None]
         return RewardsBySource(run, {name: self._rewards(seats[name]) for name in names}) if names else run
 
-    def _rewards(self, seat: Seat) -> Rewards:
+    def _rewards(self, seat: SourceParts) -> Rewards:
         """Rewards with their weights. A function is a reward; a class is called with its `args`."""
         chosen: list[tuple[str, Any, float]] = []
         for number, part in enumerate(seat.rewards):
@@ -185,7 +185,7 @@ class RunPartFactory:
             chosen.append((name, found, part.weight * float(getattr(found, "weight", 1.0))))
         return Rewards(chosen, self.config.rollout.step_seconds)
 
-    def sandbox(self) -> Found | None:
+    def sandbox(self) -> ActiveLevel | None:
         """The sandbox if a part executes code. Raises ConfigError if there is none and it is not allowed."""
         sandbox.allow_unsafe(self.config.sandbox.allow_unsafe)
         if not any(getattr(part, "sandboxed", False) for part in self.made):
@@ -195,7 +195,7 @@ class RunPartFactory:
         except sandbox.SandboxError as error:
             raise ConfigError(f"this run executes code, and {error}.") from error
 
-    def source(self, renderer: Renderer, given: GivenEpisodes | None = None) -> tuple[TaskSource, int]:
+    def source(self, renderer: Renderer, given: OfflineEpisodes | None = None) -> tuple[TaskSource, int]:
         """The tasks and the number of steps; checks that the rows suffice and that agents named in rows exist."""
         config = self.config
 
@@ -222,20 +222,20 @@ class RunPartFactory:
             found = self.find(AGENTS, resolve_agent_name(agent))
         except ConfigError as error:
             raise ConfigError(f"rows of {source}, agent_name: {error} Or write data.agents.{agent}=NAME.") from error
-        seats = seats_of(self.config)
-        check_takes(found, f"agent_name={agent} of rows of {source}", seats.get(source, seats[""]).context)
+        seats = parts_by_source(self.config)
+        check_accepts_context(found, f"agent_name={agent} of rows of {source}", seats.get(source, seats[""]).context)
 
     def algorithm(self) -> Algorithm:
         """The algorithm, with weights of sources and demonstrations."""
-        from arborl.algorithms import finder, make_algorithm
-        from arborl.algorithms.demonstrated import Demonstrated
-        from arborl.algorithms.source_weights import SourceWeights
+        from arborl.algorithms import object_finder, make_algorithm
+        from arborl.algorithms.combined_algorithms import DemonstrationAlgorithm
+        from arborl.algorithms.combined_algorithms import SourceWeightedAlgorithm
 
         config = self.config
-        made = make_algorithm(config.algorithm, finder(self.objects), True, config.data.offline)
+        made = make_algorithm(config.algorithm, object_finder(self.objects), True, config.data.offline)
         weights = {name: source.weight for name, source in config.data.sources.items()}
-        made = SourceWeights(made, weights) if len(set(weights.values())) > 1 else made
-        return Demonstrated(made, config.demonstrations.weight) if config.demonstrations.enabled else made
+        made = SourceWeightedAlgorithm(made, weights) if len(set(weights.values())) > 1 else made
+        return DemonstrationAlgorithm(made, config.demonstrations.weight) if config.demonstrations.enabled else made
 
     def rollout(
         self,
@@ -254,11 +254,11 @@ class RunPartFactory:
 
             workers = Workers("process", processes=environment_processes(self.cluster))
         keep = self.find(FILTERS, settings.group_filter) if settings.group_filter is not None else None
-        training = Manner(settings.redundancy, settings.group_seconds, keep, rewards.judge, rewards.score)
-        tape = Replay(settings.replay) if settings.replay else Recording(settings.record) if settings.record else None
+        training = GroupOptions(settings.redundancy, settings.group_seconds, keep, rewards.judge, rewards.score)
+        tape = RolloutReplay(settings.replay) if settings.replay else RolloutRecorder(settings.record) if settings.record else None
         concurrency = None if settings.concurrency == "auto" else settings.concurrency
         if concurrency is None and self.config.deterministic:
-            concurrency = FIRST  # adaptive concurrency, and so the metrics, would depend on time
+            concurrency = DEFAULT_CONCURRENCY  # adaptive concurrency, and so the metrics, would depend on time
         return Rollout(
             engine, given.renderer, cast, sampling, limits, concurrency, workers, training, tape, given,
             self.config.track.top_logprobs,
@@ -281,7 +281,7 @@ class RunPartFactory:
         if self.cluster is not None and config.placement.engines:
             from arborl.cluster.placement.placed_parts import build_ray_engine
 
-            return engines_of(self.cluster, config, model, renderer, sampling)
+            return build_ray_engine(self.cluster, config, model, renderer, sampling)
         if settings.name == "scripted":
             texts = settings.replies or cast.env(Task("check")).actions() or ("Yes.",)
             made: Engine = found(replies(renderer, texts), decode=decode)
@@ -365,4 +365,4 @@ def _check_env(env: Any, where: str) -> None:
 
 def replies(renderer: Renderer, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of texts as completions, each with a stop token."""
-    return [[*renderer.encode(renderer.said(text)), renderer.stop[0]] for text in texts]
+    return [[*renderer.encode(renderer.escape_reply(text)), renderer.stop[0]] for text in texts]

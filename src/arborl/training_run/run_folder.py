@@ -19,7 +19,7 @@ from arborl.config.load_config import load
 from arborl.config.run_config import RunConfig
 from arborl.config.trust import load_run_config, sign
 from arborl.errors import ConfigError, disk_errors
-from arborl.models.find import holds_model
+from arborl.models.model_files import is_model_folder
 from arborl.registry import OBJECT_PREFIX
 
 log = logging.getLogger(__name__)
@@ -200,13 +200,13 @@ def locate_model(
     if place.suffix == ".yaml":
         config = load(place, overrides)
         return LocatedModel(config, config.model.name, place)
-    if run is place or (holds_model(place / "model") and (run / "config.yaml").exists()):
+    if run is place or (is_model_folder(place / "model") and (run / "config.yaml").exists()):
         config = load_run_config(run / "config.yaml", overrides, trust, only)
         folder = checkpoint.find(place / "checkpoints", "latest") if run is place else place
         step = re.fullmatch(r"step-(\d+)", folder.name)
         return LocatedModel(config, folder / "model", run, int(step[1]) if step else 0)
-    if holds_model(place / "model"):
+    if is_model_folder(place / "model"):
         place = place / "model"  # a checkpoint outside of its run folder
-    if place.exists() and not holds_model(place):
+    if place.exists() and not is_model_folder(place):
         raise ConfigError(f"{path!r} is neither a run folder, a checkpoint, a model folder nor a YAML file.")
     return LocatedModel(load(None, overrides), place)

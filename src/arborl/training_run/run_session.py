@@ -19,7 +19,7 @@ from arborl.config.config_base import to_plain
 from arborl.config.secrets import mask_secrets
 from arborl.errors import LearnerRankLost, RunStopped
 from arborl.registry import short_name
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.track import Console, JsonlTracker, TensorBoardTracker, Tracker, Trackers, table_before_after
 from arborl.track.background_tracker import BackgroundTracker
 from arborl.track.run_log import RunLog
@@ -90,15 +90,15 @@ class RunSession:
             self.render = EpisodeRenderer(
                 parts.cast, decode, track.render_save_dir, track.render_every, track.render_episodes, self._picture
             )
-        self.episodes = KeepEpisodes(home / "episodes")
+        self.episodes = WriteEpisodes(home / "episodes")
         imitation = self.config.demonstrations.steps
         self.held_out = Evaluate(parts.evaluator, self.config.evaluation.every, self._keep_evaluation, imitation)
 
     def profile(self) -> None:
         """Write torch's trace of two steps."""
-        from arborl.trainer.profile import Profile
+        from arborl.trainer.hooks import ProfileSteps
 
-        self.hooks.append(Profile(self.home / "profile.json"))
+        self.hooks.append(ProfileSteps(self.home / "profile.json"))
 
     async def run(self) -> dict[str, Any]:
         """Evaluate, train, evaluate again, and write all files; returns the summary."""
@@ -132,7 +132,7 @@ class RunSession:
                 raise
             except LearnerRankLost as lost:
                 first = self.start.step if self.start is not None else 0
-                if not self.recovery.count(lost, trainer.step, {first: self.start_time} | save.moments):
+                if not self.recovery.count(lost, trainer.step, {first: self.start_time} | save.snapshot_times):
                     self._summarise(trainer, {}, stopped=True)
                 raise
             except RunStopped:
@@ -152,11 +152,11 @@ class RunSession:
         """Start trackers, warm up the engine, check execution paths, and log how the run is executed."""
         trainer.tracker = self.trackers = self._trackers(console, trainer.step)
         config = mask_secrets(to_plain(self.config))
-        self.trackers.begin(Begun(self.home.name, self.home, config, trainer.step))
+        self.trackers.begin(RunStart(self.home.name, self.home, config, trainer.step))
         messages = resume_messages(self.start) if self.start is not None else []
         for line in (*messages, *self.recovery.resumed(trainer.step)):
             console.note(line)
-        log.info("memory: %s", self.parts.plan.told)
+        log.info("memory: %s", self.parts.plan.summary)
         if self.parts.plan.warning:
             log.warning("%s", self.parts.plan.warning)
         if (warm := getattr(self.parts.engine, "warm", None)) is not None:
@@ -166,37 +166,37 @@ class RunSession:
         run_folder.write_execution(self.home, self.execution)
         console.note(", ".join(f"{name}: {value}" for name, value in self.execution.items()))
 
-    async def _train(self, trainer: Trainer, save: Save, console: Console) -> Measured:
+    async def _train(self, trainer: Trainer, save: SaveCheckpoints, console: Console) -> EvaluationResult:
         """Evaluate, train, and evaluate again; returns the last evaluation."""
         if trainer.step == 0 and self.config.evaluation.before and not self.before:
             console.progress("evaluating held-out tasks before training")
             before = await self._measure(trainer)
             self._set_before(before.metrics, save)
-            trainer.watch.look("evaluation", 0, before.episodes)
+            trainer.failure_monitor.check("evaluation", 0, before.episodes)
         await trainer.fit()
         console.progress("evaluating held-out tasks after training")
         after = await self._measure(trainer)
-        trainer.watch.failures.add(after.episodes, "the last evaluation")
+        trainer.failure_monitor.failures.add(after.episodes, "the last evaluation")
         self.episodes.flush()
         save.finish()
         return after
 
-    def _set_before(self, metrics: Metrics, save: Save) -> None:
+    def _set_before(self, metrics: Metrics, save: SaveCheckpoints) -> None:
         self.before = metrics
         save.extra = {**save.extra, "before": metrics}
 
-    def _trainer(self) -> tuple[Trainer, Save]:
+    def _trainer(self) -> tuple[Trainer, SaveCheckpoints]:
         parts, config = self.parts, self.config
         state = {"before": self.before, "config": mask_secrets(to_plain(config))}
-        save = Save(
+        save = SaveCheckpoints(
             self.home / "checkpoints", config.trainer.save_every, config.trainer.keep, state, parts.save_tokenizer,
             self.episodes.flush,
         )  # fmt: skip
         hooks: list[Hook] = [self.episodes] if config.track.episodes else []
         if config.track.episodes and config.track.terms:
-            hooks.append(KeepTerms(self.home / "terms", config.track.terms))
-        if parts.followers:
-            hooks.append(ShowEpisodes(config.track.render_every))
+            hooks.append(WriteTerms(self.home / "terms", config.track.terms))
+        if parts.tracker_makers:
+            hooks.append(TrackEpisodes(config.track.render_every))
         if self.render is not None:
             hooks.append(self.render)
         if config.demonstrations.steps:
@@ -210,7 +210,7 @@ class RunSession:
         )  # fmt: skip
         return trainer, save
 
-    def _begin(self, trainer: Trainer, save: Save) -> None:
+    def _begin(self, trainer: Trainer, save: SaveCheckpoints) -> None:
         """Write the configuration of a new run, or restore the checkpoint."""
         start = self.start
         if start is None:
@@ -241,7 +241,7 @@ class RunSession:
         cluster = [f"on {self.parts.cluster}"] if self.parts.cluster is not None else []
         return [f"{config.name}: {what}", f"into {self.home}", *sandbox, *cluster]
 
-    async def _measure(self, trainer: Trainer) -> Measured:
+    async def _measure(self, trainer: Trainer) -> EvaluationResult:
         """Evaluate held-out tasks and log the metrics with the current step."""
         if self.config.evaluation.tasks == 0:
             return EvaluationResult({}, [])
@@ -260,7 +260,7 @@ class RunSession:
     def _picture(self, path: Path, step: int, kind: str) -> None:
         self.trackers.picture(path, step, kind)
 
-    def _save(self, trainer: Trainer, save: Save, console: Console) -> None:
+    def _save(self, trainer: Trainer, save: SaveCheckpoints, console: Console) -> None:
         """Write the last checkpoint of a stopped run."""
         self.saving()
         path = save.save_now(trainer)
@@ -291,7 +291,7 @@ class RunSession:
                 self._picture(path, trainer.step, "final" if path.suffix == ".gif" else name)
         if after.metrics:
             self._print(table_before_after(summary["before"], summary["after"]))
-        for cause in trainer.watch.failures:
+        for cause in trainer.failure_monitor.failures:
             self._print(f"        failed  {cause}")
         for name, path in written.items():
             self._print(f"{name:>14}  {path}")
@@ -309,10 +309,10 @@ def execution_of(model: PreTrainedModel) -> dict[str, str]:
     """Device, precision, and the execution paths of engine and learner; for the console, files and `arborl doctor`."""
     import torch
 
-    from arborl.models.fallbacks import execution_paths
-    from arborl.models.place import place_of
+    from arborl.models.execution_paths import execution_paths
+    from arborl.models.model_loading import compute_device
 
-    place = place_of(model)
+    place = compute_device(model)
     name = str(place.device)
     if place.device.type == "cuda":
         name += f" ({torch.cuda.get_device_name(place.device)})"

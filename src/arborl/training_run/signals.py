@@ -17,7 +17,7 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
-from arborl.rollout.watchdog import holder
+from arborl.rollout.deadlines import blocking_code
 from arborl.tools.core.background_threads import abandoned_calls
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self.got is not None and isinstance(error, asyncio.CancelledError):
-            if running := left_behind.running():
+            if running := abandoned_calls.running():
                 names = ", ".join(f"{name} ×{count}" for name, count in running.most_common(MAX_NAMES))
                 self._print(f"{signal.Signals(self.got).name}: calls in threads have not returned: {names}.")
             self._exit()
@@ -114,7 +114,7 @@ class StopSignals:
     def _abort(self) -> None:
         assert self.got is not None
         name = signal.Signals(self.got).name
-        held = holder(sys._current_frames().get(threading.main_thread().ident or 0)) or "an update or an environment"
+        held = blocking_code(sys._current_frames().get(threading.main_thread().ident or 0)) or "an update or an environment"
         self._print(
             f"{self.seconds:g} s after {name}, {held} still runs. The run ends without saving; --resume latest resumes "
             "from the last checkpoint."

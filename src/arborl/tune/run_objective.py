@@ -22,7 +22,7 @@ from arborl.config.load_config import format_override, load
 from arborl.config.run_config import RunConfig
 from arborl.config.secrets import mask_secrets
 from arborl.errors import ConfigError, RunStopped, did_you_mean
-from arborl.models.find import resolve
+from arborl.models.model_files import resolve
 from arborl.tune.space import KEYS, Params, Space
 from arborl.tune.trial import Direction, StudyError, TrialReport
 
@@ -67,7 +67,7 @@ class RunObjective:
         jobs: int = 1,
     ) -> RunObjective:
         base = load(file, settings)
-        for key, value in flat(plain(base)).items():
+        for key, value in flat(to_plain(base)).items():
             if key in SHARED_PATHS and value is not None:
                 raise ConfigError(f"{key}={value}: all trials would write there. Leave it out; see --study.")
         name = known_metric(base, metric)
@@ -95,13 +95,13 @@ class RunObjective:
     @property
     def about(self) -> dict[str, Any]:
         """What all trials of a study share."""
-        return {"budget": self.budget, "config": flat(masked(plain(self.base)))}
+        return {"budget": self.budget, "config": flat(mask_secrets(to_plain(self.base)))}
 
     # -------------------------------------------------------------------------------------------- a trial
 
     def overrides(self, params: Mapping[str, Any]) -> list[str]:
         """The settings of a trial on top of the base's."""
-        settings = [write_setting(key, value) for name, value in params.items() for key in KEYS.get(name, (name,))]
+        settings = [format_override(key, value) for name, value in params.items() for key in KEYS.get(name, (name,))]
         if self.budget == "free" or not settings:
             return settings
         return [*settings, *budget_overrides(self.base, load(self.file, [*self.settings, *settings]))]
@@ -126,7 +126,7 @@ class RunObjective:
         explicit = {
             f"{name}.{key}" for name in ("evaluation", "track", "trainer") for key in _explicit_keys(config, name)
         }
-        return [write_setting(key, value) for key, value in quiet_settings.items() if key not in explicit]
+        return [format_override(key, value) for key, value in quiet_settings.items() if key not in explicit]
 
     async def __call__(self, params: Params, report: TrialReport) -> float:
         if load(self.file, self.settings) != self.base:
@@ -151,7 +151,7 @@ class RunObjective:
         """Send the configuration, answer reports, return the final value."""
         assert process.stdin is not None
         assert process.stdout is not None
-        request: dict[str, Any] = {"config": plain(config), "metric": self.metric}
+        request: dict[str, Any] = {"config": to_plain(config), "metric": self.metric}
         while True:
             with suppress(ConnectionError):  # the process died
                 process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -171,7 +171,7 @@ class RunObjective:
 
 def _check_names(space: Space) -> None:
     """Check that parameters are about training, and that no two set the same key."""
-    everywhere, set_by = set(paths(RunConfig)), dict[str, str]()
+    everywhere, set_by = set(setting_paths(RunConfig)), dict[str, str]()
     for name in space:
         word = name.rpartition(".")[2]
         if name not in everywhere and name not in KEYS and word in KEYS:
@@ -241,7 +241,7 @@ def episodes(config: RunConfig) -> int | None:
 def episodes_per_step(config: RunConfig) -> int:
     """Episodes, or demonstrations, of one step."""
     rollout = config.rollout
-    return rollout.tasks_per_step * (1 if config.data.given else rollout.group_size)
+    return rollout.tasks_per_step * (1 if config.data.offline else rollout.group_size)
 
 
 def budget_overrides(base: RunConfig, trial: RunConfig) -> list[str]:
@@ -260,7 +260,7 @@ def budget_overrides(base: RunConfig, trial: RunConfig) -> list[str]:
             f"trainer.epochs={base.trainer.epochs}: with {episodes_per_step(trial)} episodes per step instead of "
             f"{episodes_per_step(base)}, trials would differ in cost. Write trainer.steps, {FREE}."
         )
-    size = 1 if base.data.given else trial.rollout.group_size
+    size = 1 if base.data.offline else trial.rollout.group_size
     if base.rollout.tasks_per_step == trial.rollout.tasks_per_step:
         key, number, by = "rollout.tasks_per_step", episodes_per_step(base), size
     else:

@@ -77,12 +77,12 @@ def main() -> None:
 
 
 def _train(request: dict[str, Any], study: StudyConnection) -> dict[str, Any]:
-    from arborl import api
+    from arborl import training_run
 
     metric = request["metric"]
     reports = ReportEvaluations(study, metric)
     try:
-        run = api.train(validate(RunConfig, request["config"]), hooks=[reports])
+        run = training_run.train(validate(RunConfig, request["config"]), hooks=[reports])
     except TrialPruned:
         return {"value": float("nan")}  # the reported values count
     after = run.summary["after"]

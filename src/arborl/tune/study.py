@@ -10,7 +10,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from arborl.errors import ConfigError, writing
+from arborl.errors import ConfigError, disk_errors
 from arborl.tune.backends import Backend, OnTrialEnd, find_backend
 from arborl.tune.plots import draw
 from arborl.tune.trial import HPOSummary, Objective, StudyPlan, Trial, summarize_study, write_json

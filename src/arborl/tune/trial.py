@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from arborl.errors import ArborError, ConfigError, RunStopped, did_you_mean, writing
+from arborl.errors import ArborError, ConfigError, RunStopped, did_you_mean, disk_errors
 from arborl.tune.space import Params, Space
 
 Direction = Literal["maximize", "minimize"]
@@ -210,6 +210,6 @@ def _best(trials: Sequence[Trial], direction: Direction) -> Trial:
 def write_json(path: Path, value: Any) -> None:
     """Atomic: another process may read or write the file."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    with writing(path):
+    with disk_errors(path):
         fresh.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
         fresh.replace(path)

@@ -216,7 +216,7 @@ class Panel:
 
 
 PANELS = (
-    Panel("Zero-variance groups", {"zero variance": "group/flat"}, has_legend=False),
+    Panel("Zero-variance groups", {"zero variance": "group/zero_variance"}, has_legend=False),
     Panel("Entropy, nats per token", {"entropy": "policy/entropy"}, share=False, has_legend=False),
     Panel("Replies", {"valid": "episode/valid", "cut off": "call/cut_off"}),
     Panel("Failed episodes", {"failed": "episode/failed"}, share=False, has_legend=False),

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from arborl.errors import ConfigError, writing
+from arborl.errors import ConfigError, disk_errors
 from arborl.trainer.policy_comparison import PolicyResult, Score, compare_policies
 
 COLUMNS = ("model", "way", "source", "metric", "mean", "low", "high", "tasks", "episodes", "failed")
@@ -163,5 +163,5 @@ def check_output_path(path: Path) -> None:
 
 
 def write_results(results: Sequence[PolicyResult], path: Path) -> None:
-    with writing(path):
+    with disk_errors(path):
         path.write_text(FORMATS[path.suffix.lower()](results), encoding="utf-8")

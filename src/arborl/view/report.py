@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from arborl.diagnosis.run_folder import RuleMatch, match_rules
-from arborl.errors import CannotWrite
-from arborl.failures import Failures, printable, trimmed
-from arborl.rollout.store import EpisodeStore
+from arborl.errors import DiskWriteError
+from arborl.failures import Failures, printable, trim_traceback
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.rollout.term_store import TermStore
 from arborl.track.console import measure, shown, span
 from arborl.track.folder_files import entries_of, is_regular, read_bytes, replace_file
@@ -259,7 +259,7 @@ def _failures(known: Sequence[dict[str, Any]] | None, episodes: Path, last_steps
             failures.add(store.read(path), f"step {int(path.stem.removeprefix('step-'))}")
     blocks: list[str] = []
     for cause in list(failures)[:MAX_CAUSES]:
-        failure, trace = cause.failure, trimmed(cause.failure.traceback)
+        failure, trace = cause.failure, trim_traceback(cause.failure.traceback)
         shown = f'<pre class="trace">{escape(trace)}</pre>' if trace else ""
         blocks.append(
             f'<details{"" if blocks else " open"}><summary><span class="count">×{cause.count}</span>'

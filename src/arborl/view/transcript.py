@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from arborl.failures import trimmed
-from arborl.types import GIVEN, Call, Completion, Episode, Message
+from arborl.failures import trim_traceback
+from arborl.types import NOT_SAMPLED, Call, Completion, Episode, Message
 from arborl.view.web.token_text import Decode, pieces
 
 
@@ -105,7 +105,7 @@ def _block(role: str, body: str, reward: float) -> str:
 
 def _tokens(completion: Completion, decode: Decode) -> str:
     words = pieces(completion.tokens, decode)
-    if completion.version == GIVEN:  # a demonstration
+    if completion.version == NOT_SAMPLED:  # a demonstration
         return "".join(f'<span class="token">{escape(word)}</span>' for word in words)
     return "".join(
         f'<span class="token" style="--doubt:{_doubt(logprob):.2f}" '

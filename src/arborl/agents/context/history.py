@@ -5,7 +5,7 @@ function.
 
 Example:
     history = History.open(opening).add(reply).add(result, caller=1)
-    edits = edited(history, (), Delete(2))
+    edits = append_edit(history, (), Delete(2))
     view(history, edits, {"lamp": "Mira keeps it"}, Style())
 """
 

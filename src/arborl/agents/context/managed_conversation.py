@@ -27,9 +27,9 @@ from arborl.agents.context.history import (
     pinned_ids,
     visible_messages,
 )
-from arborl.chat.fit import cannot_fit
+from arborl.chat.conversation import messages_exceed
 from arborl.errors import ConfigError, ContextFull
-from arborl.tools.output import count
+from arborl.tools.core.tool_context import count_tokens
 from arborl.types import Message, ToolSpec
 
 HEADER_TOKENS = 8
@@ -121,12 +121,12 @@ class ManagedConversation:
         """Tokens of the prompt with these messages. If they cannot fit, some number above the context window."""
         conversations = getattr(self.model, "conversations", None)
         tokenizer = getattr(self.model, "tokenizer", None)
-        if tokenizer is not None and cannot_fit(messages, tokenizer, self.limits.tokens):
+        if tokenizer is not None and messages_exceed(messages, tokenizer, self.limits.tokens):
             return self.limits.tokens + 1  # a lower bound: the exact number would take long
         if conversations is not None:
             return int(conversations.count(messages, self.specs))
         texts = [message.content for message in messages] + [str(spec) for spec in self.specs]
-        return sum(count(text, tokenizer) + HEADER_TOKENS for text in texts)
+        return sum(count_tokens(text, tokenizer) + HEADER_TOKENS for text in texts)
 
     def room(self, messages: Sequence[Message] | None = None) -> int:
         """Tokens that may be added before the window is full; negative if it is exceeded."""

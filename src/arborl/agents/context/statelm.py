@@ -20,26 +20,27 @@ from arborl.agents.context.history import STUB, ContextError, Delete, Edit, Fold
 from arborl.agents.context.managed_conversation import ContextBudget, ContextPolicy, ManagedConversation, PolicyKind
 from arborl.agents.tool_agents import count_results
 from arborl.chat.formats.hermes import HermesParser
-from arborl.envs.documents import document_of
+from arborl.envs.games.documents_env import episode_document
 from arborl.envs.env import Env
 from arborl.errors import ConfigError, ContextFull, MaxTurns, did_you_mean
 from arborl.registry import call_checked
 from arborl.seeds import derive
 from arborl.tokens import Tokens
-from arborl.tools.injection import Context
-from arborl.tools.library.context import documents, notes
-from arborl.tools.library.context.brief import listed, shorten
-from arborl.tools.library.context.workspace import (
+from arborl.tools.core.tool_context import ToolContext
+from arborl.tools.library import document_tools
+from arborl.tools.library import document_tools
+from arborl.tools.library.document_tools import format_tool_list, shorten_result
+from arborl.tools.library.document_tools import (
     WORKSPACE,
     JsonTool,
-    Reading,
-    Refused,
+    DocumentSettings,
+    DocumentToolError,
     Workspace,
     error_object,
 )
-from arborl.tools.threads import in_thread
-from arborl.tools.tool import AnyTool
-from arborl.tools.toolbox import Toolbox
+from arborl.tools.core.background_threads import run_in_thread
+from arborl.tools.core.tool import AnyTool
+from arborl.tools.core.toolbox import Toolbox
 from arborl.types import Call, Episode, Message, Task, ToolCall, ToolResult, ToolSpec
 
 ALL = (
@@ -122,9 +123,9 @@ class ContextSession(ManagedConversation):
             content = error_object(call.name, content)
         tag = ""
         if self.space.scanning and call.name == "readChunk" and self.space.index and result.ok:
-            tag = f"{self.space.at + 1}/{len(self.space.index)}"
+            tag = f"{self.space.last_chunk + 1}/{len(self.space.index)}"
         if self.style.form == "brief":
-            content = shorten(call.name, content)
+            content = shorten_result(call.name, content)
         message = Message("tool", content, tool_call_id=call.id, name=call.name or None)
         self.history = self.history.add(message, caller, room, tag, result.ok)
 
@@ -155,7 +156,7 @@ class ContextSession(ManagedConversation):
         is_only_call = all(call.name == "summarize" for call in caller.message.tool_calls)
         last = caller_id if is_only_call else caller_id - 1
         if last < 1:
-            raise Refused("there is nothing to summarize yet")
+            raise DocumentToolError("there is nothing to summarize yet")
         self._edit(Fold(1, last, summary))
         return {"status": "success", "folded": last}
 
@@ -163,13 +164,13 @@ class ContextSession(ManagedConversation):
         try:
             self.edit(new)
         except ContextError as error:
-            raise Refused(str(error)) from error
+            raise DocumentToolError(str(error)) from error
 
 
 def _with_tool_list(opening: Sequence[Message], specs: Sequence[ToolSpec], model: Model) -> list[Message]:
     """The opening with the tools and an example call, in the model's format, in the system message."""
     parser = getattr(getattr(model, "renderer", None), "parser", None) or HermesParser()
-    text = f"Tools: {listed(specs)}\nCall: {parser.format(EXAMPLE_CALL)}"
+    text = f"Tools: {format_tool_list(specs)}\nCall: {parser.format(EXAMPLE_CALL)}"
     if opening and opening[0].role == "system":
         return [replace(opening[0], content=f"{opening[0].content}\n{text}"), *opening[1:]]
     return [Message("system", text), *opening]
@@ -302,7 +303,7 @@ class StateLM(Agent):
             raise ValueError(f"policy={policy} and context.policy={context.kind}: write one of them")
         self.policy = context or ContextPolicy(policy, window, compress_at, compression_ratio, train_summaries)
         self.toolbox = Toolbox([*select_tools(toolset, self.policy.kind), *tools], max_calls)
-        self.reading: Reading = call_checked(Reading, reading or {}, "agent.args.reading")
+        self.reading: DocumentSettings = call_checked(DocumentSettings, reading or {}, "agent.args.reading")
         self.limits = (max_model_len, single_turn_max_tokens, max_assistant_turns)
         self.min_assistant_turns = min_assistant_turns
         names = self.toolbox.tools
@@ -310,7 +311,7 @@ class StateLM(Agent):
         self.dump = TrajectoryDump(dump_trajectories_enabled, dump_trajectories_dir, dump_trajectories_freq)
 
     async def run(self, task: Task, env: Env, model: Model) -> None:
-        async with Context(task, getattr(model, "tokenizer", None)) as context:
+        async with ToolContext(task, getattr(model, "tokenizer", None)) as context:
             await StateLMEpisode(self, env, model, context).run()
 
 
@@ -343,11 +344,11 @@ class StateLMEpisode:
         agent, task = self.agent, self.context.task
         observation = await self.env.reset(task, task.seed)
         space: Workspace = self.context.state(WORKSPACE, WORKSPACE.make)
-        space.document, space.reading = document_of(task, self.env), agent.reading
+        space.document, space.settings = episode_document(task, self.env), agent.reading
         budget = ContextBudget.of(self.model, *agent.limits)
         specs = agent.toolbox.specs
         self.session = ContextSession(self.model, observation.messages, specs, space, budget, agent.style)
-        space.keeper = self.session
+        space.editor = self.session
         agent.policy.begin(self.session)
         if agent.reading.built:
             await self._build(space)

@@ -16,7 +16,7 @@ from typing import Any
 from arborl.cluster.launcher import on_host
 from arborl.cluster.launcher.cluster_spec import ClusterSpec, HostConfig
 from arborl.cluster.launcher.on_host.replies import MARK
-from arborl.config.secrets import Veil
+from arborl.config.secrets import SecretRedactor
 from arborl.errors import ConfigError
 
 SENT_MODULES = ("replies", "cluster_folder", "supervisor", "log_files", "dashboard", "host_commands", "requests")

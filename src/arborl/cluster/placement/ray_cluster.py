@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 
 from arborl.cluster.placement.actors import HEARTBEAT_GROUP, HeartbeatMonitor, versions
 from arborl.cluster.placement.private_cluster import PrivateCluster
-from arborl.config.placement import PlacementConfig
-from arborl.engines.replicas import Unreachable
+from arborl.config.engine_config import PlacementConfig
+from arborl.engines.remote.replicas import ReplicaUnavailable
 from arborl.errors import ConfigError
 from arborl.sandbox import unsafe_allowed
 
@@ -76,7 +76,7 @@ def find_node(gpu: GpuSlot, alive: Sequence[ClusterNode]) -> ClusterNode:
     for node in alive:
         if node.address == gpu.node.address and node.gpus > gpu.index:
             return node
-    raise Unreachable(f"the node {gpu.node.address} with its GPU {gpu.index} is gone")
+    raise ReplicaUnavailable(f"the node {gpu.node.address} with its GPU {gpu.index} is gone")
 
 
 def address_of(placement: PlacementConfig) -> str | None:

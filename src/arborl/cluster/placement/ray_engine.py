@@ -1,6 +1,6 @@
 """Engines on a Ray cluster, behind `Engine`: actors with a `LocalEngine` and a copy of the weights.
 
-Routing and retries are those of engine servers (`arborl.engines.replicas`). Weights are put into the object store once
+Routing and retries are those of engine servers (`arborl.engines.remote.replicas`). Weights are put into the object store once
 per update; every node fetches them once, and its processes share that memory. A restarted engine gets the weights that
 were put last. With LoRA only the adapter is sent after the first time.
 """
@@ -24,10 +24,10 @@ from transformers import PreTrainedModel
 from arborl.cluster.placement.actors import ActorInfo, ClusterActor, VersionMismatch, check_versions
 from arborl.cluster.placement.ray_cluster import Actor, GpuSlot, RayCluster
 from arborl.cluster.placement.weight_arrays import WeightArrays, as_arrays, as_tensors
-from arborl.engines.checks import check_sampling, read_prompt
-from arborl.engines.copies import COARSE_GAP, GAP, PROMPT, Probe
+from arborl.engines.engine_requests import check_sampling, read_prompt
+from arborl.engines.remote.weight_sync import MAX_COARSE_GAP, MAX_LOGPROB_GAP, PROBE_PROMPT, WeightProbe
 from arborl.engines.engine import Weights
-from arborl.engines.replicas import OtherWeights, Replica, Replicas, Unreachable, now
+from arborl.engines.remote.replicas import WeightMismatch, Replica, ReplicaPool, ReplicaUnavailable, run_blocking
 from arborl.errors import EngineError
 from arborl.models.lora import has_lora
 from arborl.types import Completion, Metrics, Sampling
@@ -62,24 +62,24 @@ class ModelRecipe:
 
     @classmethod
     def of(cls, model: PreTrainedModel, head: str, threads: int, deterministic: bool) -> ModelRecipe:
-        from arborl.models.lora import ADAPTER, has_lora
+        from arborl.models.lora import ADAPTER_NAME, has_lora
 
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-        adapters = model.peft_config[ADAPTER] if has_lora(model) else None
+        adapters = model.peft_config[ADAPTER_NAME] if has_lora(model) else None
         return cls(type(model), model.config, dtypes, head == "float32", adapters, threads, deterministic)
 
     def build(self, device: str) -> PreTrainedModel:
         """The model with random weights; execution paths are checked with them."""
         import torch
 
-        from arborl.models.load import bare_model
-        from arborl.models.lora import ADAPTER
+        from arborl.models.model_loading import empty_model
+        from arborl.models.lora import ADAPTER_NAME
 
         torch.set_num_threads(self.threads)
         torch.use_deterministic_algorithms(self.deterministic)
-        model = bare_model(self.kind, self.config)
+        model = empty_model(self.kind, self.config)
         if self.adapters is not None:
-            model.add_adapter(self.adapters, ADAPTER)
+            model.add_adapter(self.adapters, ADAPTER_NAME)
         rng = torch.Generator().manual_seed(0)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(False)
@@ -87,7 +87,7 @@ class ModelRecipe:
             parameter.normal_(mean, spread, generator=rng)
             parameter.data = parameter.data.to(self.dtypes[name])
         if self.float32_head:
-            from arborl.models.heads import float32_head
+            from arborl.models.output_heads import float32_head
 
             float32_head(model)
         return model.to(device).eval()
@@ -222,7 +222,7 @@ class RayEngine(Engine):
         """Frozen weights in the object store, of a model with adapters."""
         self.newest: Any = None
         """Trained weights in the object store, as last put."""
-        self.probe = Probe(model, plan.sampling, str(model.dtype).removeprefix("torch."))
+        self.probe = WeightProbe(model, plan.sampling, str(model.dtype).removeprefix("torch."))
         self.known: Completion | None = None
         """The probe's completion by an engine with the newest weights."""
         self.counts = dict.fromkeys((*SUMS, "requests"), 0.0)
@@ -255,7 +255,7 @@ class RayEngine(Engine):
         completion, error, counts = await self._answer(replica, call)
         for name in SUMS:
             self.counts[name] += counts.get(f"engine/{name}", 0.0)
-        self.held[replica.name] = counts.get("engine/pages_held", 0.0)
+        self.held[replica.name] = counts.get("engine/block_usage", 0.0)
         if completion is None:
             raise EngineError(f"{replica.name}: {error}")
         return completion  # type: ignore[no-any-return]
@@ -325,7 +325,7 @@ class RayEngine(Engine):
         seconds = self.cluster.placement.seconds
         await self._answer(replica, replica.actor.load.remote(version, *parts), seconds)
         replica.fresh, replica.version = False, version
-        answer = await self._ask(replica, np.asarray(PROMPT), self.probe.question, "probe")
+        answer = await self._ask(replica, np.asarray(PROBE_PROMPT), self.probe.question, "probe")
         self.counts["sampled"] -= len(answer.tokens)
         if weights is not None and (self.known is None or self.known.tokens != answer.tokens):
             self.gap = self.probe.check(answer, weights, replica.where)
@@ -346,7 +346,7 @@ class RayEngine(Engine):
     @property
     def crowded(self) -> bool:
         """Whether every engine is at its request limit."""
-        return self.routes.crowded(self.max_requests)
+        return self.routes.is_saturated(self.max_requests)
 
     def metrics(self) -> Metrics:
         """Sums over engines since the last call, as in `LocalEngine`; retries, lost engines; time and probe gap of the
@@ -399,7 +399,7 @@ class RayEngine(Engine):
         try:
             await self._start(replica)
             await self._send_weights(replica)
-        except (VersionMismatch, OtherWeights):
+        except (VersionMismatch, WeightMismatch):
             replica.gone = True
             raise
 
@@ -410,8 +410,8 @@ def compare_probes(answer: Completion, known: Completion, dtype: str, name: str)
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], tokens))
     same = list(zip(answer.logprobs[:count], known.logprobs[:count], strict=True))
     gap = sum(abs(a - b) for a, b in same) / len(same) if same else float("inf")
-    if not gap <= GAP.get(dtype, COARSE_GAP):
-        raise OtherWeights(
+    if not gap <= MAX_LOGPROB_GAP.get(dtype, MAX_COARSE_GAP):
+        raise WeightMismatch(
             f"{name} disagrees with the other engines after the same weight update: the log-probabilities of "
             f"{len(same)} tokens differ by {gap:.2g} on average"
         )

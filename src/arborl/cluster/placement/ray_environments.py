@@ -1,6 +1,6 @@
 """Environments on a Ray cluster: worker processes as with `rollout.workers=process`, on any node.
 
-When one hangs or dies, its environments are created in another process and replayed (`arborl.rollout.processes`); no
+When one hangs or dies, its environments are created in another process and replayed (`arborl.rollout.env_processes`); no
 episode is lost.
 """
 
@@ -42,10 +42,10 @@ class EnvironmentActor(ClusterActor):
         return await outcome
 
 
-class RayHolder(Holder):
+class RayHolder(EnvProcess):
     """The driver's side of an `EnvironmentActor`."""
 
-    suspects = False  # a lost node is no fault of the environment
+    blames_envs = False  # a lost node is no fault of the environment
 
     def __init__(self, cluster: RayCluster, name: str, alone: bool, cpus: int):
         super().__init__(alone, cluster.placement.seconds)
@@ -88,7 +88,7 @@ class RayHolder(Holder):
     def _lose(self, error: BaseException) -> None:
         if not self.lost:
             self.end, self.lost = _cause(error), True
-            self._say_gone()
+            self._log_loss()
         self.noticed.set()
 
     def _watch(self) -> None:
@@ -102,7 +102,7 @@ class RayHolder(Holder):
         self.lost = True
         self.noticed.set()
 
-    def gone(self) -> str:
+    def exit_reason(self) -> str:
         return f"{self.name} is gone: {self.end or 'it was stopped'}"
 
 
@@ -110,7 +110,7 @@ def _cause(error: BaseException) -> str:
     return str(error) if isinstance(error, EngineError) else type(error).__name__
 
 
-def environment_processes(cluster: RayCluster) -> Processes:
+def environment_processes(cluster: RayCluster) -> ProcessPool:
     """`placement.env_workers` processes. The first is started now, so that errors appear before the run folder is
     written."""
     numbers, most = count(), cluster.placement.env_workers

@@ -29,7 +29,7 @@ class RankActor(ClusterActor):
 
     async def serve(self, rank: int, count: int, info: JoinInfo, device: str) -> None:
         """Run `serve_rank` in a thread; the event loop keeps answering Ray."""
-        from arborl.learner.rank_worker import serve_rank
+        from arborl.learner.distributed.rank_worker import serve_rank
 
         await asyncio.to_thread(serve_rank, rank, count, info, device)
 

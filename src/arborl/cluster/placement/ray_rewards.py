@@ -9,13 +9,13 @@ from typing import Any
 
 from arborl.cluster.placement.actors import ClusterActor, check_versions
 from arborl.cluster.placement.ray_cluster import Actor, RayCluster
-from arborl.engines.replicas import Replica, Replicas, Unreachable, now
+from arborl.engines.remote.replicas import Replica, ReplicaPool, ReplicaUnavailable, run_blocking
 from arborl.errors import ConfigError, EpisodeError, boundary
 from arborl.rewards import Rewards
-from arborl.rewards.by_source import RewardsBySource
-from arborl.rewards.plain_calls import call
+from arborl.rewards.reward import RewardsBySource
+from arborl.rewards.threaded_calls import call
 from arborl.rewards.reward import GroupReward, Reward
-from arborl.rewards.rules import environment
+from arborl.rewards.answers import environment
 from arborl.tools.core.background_threads import MAX_HANGING_CALLS, abandoned_calls
 from arborl.types import Episode, Metrics
 
@@ -45,7 +45,7 @@ class RewardActor(ClusterActor):
 
     async def left_behind(self) -> int:
         """Calls that still run in threads after their timeout."""
-        return left_behind.running().total()
+        return abandoned_calls.running().total()
 
 
 def _sendable(error: Exception) -> Exception:
@@ -146,9 +146,9 @@ class RewardWorkers:
             info = await asyncio.wait_for(call, self.cluster.placement.seconds)
         except (TimeoutError, self.cluster.ray.exceptions.RayError) as error:
             lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-            raise Unreachable(f"{replica.name} does not start: {lines[-1].strip()[:300]}") from error
+            raise ReplicaUnavailable(f"{replica.name} does not start: {lines[-1].strip()[:300]}") from error
         check_versions(self.cluster.versions, info.versions, replica.name)
-        replica.version = self.routes.coming
+        replica.version = self.routes.target_version
 
     def metrics(self) -> Metrics:
         """Since the last call: lost processes and their downtime; number of working processes."""
@@ -185,7 +185,7 @@ def place_rewards(cluster: RayCluster, rewards: Rewards) -> None:
     workers, index = RewardWorkers(cluster, chosen), 0
     for some in everything:
         placed = []
-        for name, one, weight in some.asked:
+        for name, one, weight in some.called:
             if one is not environment:  # it only adds up the episode's own rewards
                 kind = PlacedGroupReward if isinstance(one, GroupReward) else PlacedReward
                 one, index = kind(workers, index, one), index + 1

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from arborl.config.run import ModelConfig
+from arborl.config.run_config import ModelConfig
 from arborl.errors import ConfigError, did_you_mean
-from arborl.learner.forecast import Sizes
-from arborl.models.find import EMBEDDED, described, holds_model, resolve
+from arborl.learner.core.memory_forecast import ModelSizes
+from arborl.models.model_files import EMBEDDED, read_model_config, is_model_folder, resolve
 
 ITEM_BYTES = {"auto": 2, "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 LEAN = ("llama", "mistral", "qwen2", "qwen3")
@@ -62,7 +62,7 @@ class ModelShape:
     """Parameter counts of a model."""
 
     name: str
-    sizes: Sizes
+    sizes: ModelSizes
     body: int
     """Parameters of the layers that one token uses; of experts, the active ones."""
     head: int
@@ -87,10 +87,10 @@ def model_shape(config: ModelConfig) -> ModelShape:
 def _find_config(name: str) -> Mapping[str, Any]:
     """The model's `config.json`, or a known configuration; nothing is downloaded."""
     path = Path(name).expanduser()
-    if path.is_dir() and holds_model(path):
-        return described(path)
+    if path.is_dir() and is_model_folder(path):
+        return read_model_config(path)
     if name == "seedling":
-        return described(resolve(name))
+        return read_model_config(resolve(name))
     plain = SUFFIXES.sub("", name.rpartition("/")[2])
     known = {one.lower(): one for one in KNOWN_CONFIGS}
     key = SHORT_NAMES.get(plain.lower()) or known.get(plain.lower())
@@ -131,7 +131,7 @@ def shape_from_config(name: str, values: Mapping[str, Any], config: ModelConfig)
     rank, item = config.lora.rank, ITEM_BYTES[config.dtype]
     adapters = layers * rank * (4 * hidden + 2 * (queries + keys) + 3 * (hidden + expert_inner) * experts)
     frozen = base * item if config.quantize == "none" else base // 2
-    sizes = Sizes(
+    sizes = ModelSizes(
         weights=frozen + 4 * adapters,
         parameters=base + adapters,
         trained=adapters or base,

@@ -1,6 +1,6 @@
 """Memory of a learner's rank and of an engine, by part.
 
-The learner's forecast (`arborl.learner.forecast`), with the parts divided that a strategy shards. `single` and `ddp`
+The learner's forecast (`arborl.learner.core.memory_forecast`), with the parts divided that a strategy shards. `single` and `ddp`
 hold everything on every rank. `fsdp2` shards weights, master weights, moments and gradients, and gathers two layers at
 a time. `tensor` also divides heads, feed-forward part and vocabulary.
 """
@@ -13,9 +13,9 @@ from typing import Literal
 
 from arborl.cluster.planner.hardware import Device
 from arborl.cluster.planner.model_shape import ModelShape
-from arborl.config.run import RunConfig
+from arborl.config.run_config import RunConfig
 from arborl.engines.engine import default_cache_tokens
-from arborl.learner.forecast import BESIDE, SEQUENCES, Forecast, Plan, Planner, Sizes, fused, learner_sizes, logit_rows
+from arborl.learner.core.memory_forecast import LIBRARY_BYTES, MIN_CACHED_SEQUENCES, MemoryForecast, MemoryPlan, MemoryPlanner, ModelSizes, uses_fused_layers, learner_sizes, logit_rows
 
 Strategy = Literal["single", "ddp", "fsdp2", "tensor"]
 CUDA_CONTEXT = int(0.5 * 2**30)
@@ -54,7 +54,7 @@ class ExtraModels:
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlanner(Planner):
+class RankPlanner(MemoryPlanner):
     """Memory forecast of one of several ranks."""
 
     strategy: Strategy = "single"
@@ -77,7 +77,7 @@ class RankPlanner(Planner):
         if self.strategy == "tensor" and self.ranks > 1:
             whole = dataclasses.replace(self, sizes=_narrow(self.sizes, self.ranks), ranks=1, strategy="single")
             return whole.forecast(tokens, recompute, kv_tokens, lent)
-        forecast = Planner.forecast(self, tokens, recompute, kv_tokens, lent)
+        forecast = MemoryPlanner.forecast(self, tokens, recompute, kv_tokens, lent)
         if self.strategy == "fsdp2" and self.ranks > 1:
             layer = self.sizes.weights // max(1, self.sizes.layers)
             gradients = self.sizes.gradients(self.config.master == "float32") // max(1, self.sizes.layers)
@@ -91,21 +91,21 @@ class RankPlanner(Planner):
         return dataclasses.replace(forecast, weights=forecast.weights + self.engine)
 
 
-def _narrow(sizes: Sizes, ranks: int) -> Sizes:
+def _narrow(sizes: ModelSizes, ranks: int) -> ModelSizes:
     """One rank's part under tensor parallelism."""
     return dataclasses.replace(sizes, **{name: -(-getattr(sizes, name) // ranks) for name in NARROWED})
 
 
 def learner_plan(
     shape: ModelShape, config: RunConfig, device: Device, strategy: Strategy, ranks: int, sampling: bool, split: int = 1
-) -> Plan:
+) -> MemoryPlan:
     """Memory of a learner's rank, with the micro-batch settings that the learner would choose."""
     planner, learner = rank_planner(shape, config, device, strategy, ranks, sampling, split), config.learner
     if device.cuda:
         return planner.plan()
     tokens, recompute = learner.micro_batch_tokens or 4_096, learner.recompute is True
     forecast = planner.forecast(tokens, recompute, planner.kv_wanted)
-    return Plan(tokens, recompute, planner.kv_wanted, forecast, planner.limit)
+    return MemoryPlan(tokens, recompute, planner.kv_wanted, forecast, planner.limit)
 
 
 def rank_planner(
@@ -122,7 +122,7 @@ def rank_planner(
     shared = strategy in ("single", "ddp") and split == 1 and engine.name == "local"
     weights = sizes.weights // (ranks if strategy != "ddp" else 1)
     free = max(0, device.memory - weights - (CUDA_CONTEXT if device.cuda else 0))
-    usual = usual_tokens("cuda" if device.cuda else "cpu", free, kv_token, context) if kv_token else 0
+    usual = default_cache_tokens("cuda" if device.cuda else "cpu", free, kv_token, context) if kv_token else 0
     wanted = (engine.kv_tokens or usual) if kv_token else 0
     return RankPlanner(
         sizes, learner.model_copy(update={"strategy": "single", "ranks": 1}), ExtraModels.of(config),
@@ -135,7 +135,7 @@ def rank_planner(
         logit_rows=logit_rows(device.memory, sizes.vocabulary, uses_fused_layers(sizes, learner, True)) if device.cuda else 4_096,
         cuda=device.cuda,
         truncates=config.sampling.top_k > 0 or config.sampling.top_p < 1 or config.sampling.min_p > 0,
-        lends=device.cuda and sampling and (engine.lends or not shared),
+        lends=device.cuda and sampling and (engine.sleep_mode or not shared),
         strategy=strategy,
         ranks=ranks,
         engine=0 if shared or not sampling else sizes.weights // split,
@@ -161,7 +161,7 @@ class EngineMemory:
 
 def engine_memory(shape: ModelShape, config: RunConfig, device: Device, max_devices: int) -> EngineMemory | None:
     """Memory of the smallest engine that holds the weights and 8 sequences of full length; None if none does."""
-    context, beside = config.sampling.max_context, BESIDE if device.cuda else 0
+    context, beside = config.sampling.max_context, LIBRARY_BYTES if device.cuda else 0
     split = 1
     while split <= min(max_devices, device.per_host):
         weights = shape.sizes.weights // split
@@ -174,7 +174,7 @@ def engine_memory(shape: ModelShape, config: RunConfig, device: Device, max_devi
     return None
 
 
-def memory_parts(forecast: Forecast) -> dict[str, int]:
+def memory_parts(forecast: MemoryForecast) -> dict[str, int]:
     """Bytes of a rank by part."""
     parts = {
         "weights": forecast.weights, "master weights and AdamW": forecast.optimizer, "gradients": forecast.gradients,

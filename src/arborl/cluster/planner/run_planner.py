@@ -24,9 +24,9 @@ from arborl.cluster.planner.rank_memory import (
 )
 from arborl.cluster.planner.step_time import StepEstimate, StepInputs, estimate_step
 from arborl.cluster.planner.workload import EpisodeSample, Workload
-from arborl.config.run import RunConfig
+from arborl.config.run_config import RunConfig
 from arborl.errors import ConfigError
-from arborl.learner.forecast import Plan
+from arborl.learner.core.memory_forecast import MemoryPlan
 
 MAX_DEVICES = 4_096
 DEVICE_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1_024, 2_048, 4_096)
@@ -139,7 +139,7 @@ class RunPlanner:
         planner = rank_planner(shape, config, self.device, strategy, devices, sampling=True, split=split)
         return MemoryFit(name, planner.least <= planner.limit, planner.least / GIB, planner.limit / GIB)
 
-    def learner(self, ranks: int, sampling: bool, split: int = 1) -> tuple[Strategy, Plan]:
+    def learner(self, ranks: int, sampling: bool, split: int = 1) -> tuple[Strategy, MemoryPlan]:
         """The fastest strategy that fits; the last candidate if none does."""
         candidates: tuple[Strategy, ...] = ("single",) if ranks == 1 else ("ddp", "fsdp2")
         if self.strategy is not None and ranks > 1:
@@ -152,7 +152,7 @@ class RunPlanner:
 
     # ------------------------------------------------------------------------------------------ time
 
-    def learn_seconds(self, tokens: float, terms: float, ranks: int, strategy: Strategy, plan: Plan) -> float:
+    def learn_seconds(self, tokens: float, terms: float, ranks: int, strategy: Strategy, plan: MemoryPlan) -> float:
         """Seconds of an update on all ranks."""
         sizes, learner, times = self.shape.sizes, self.config.learner, self.times
         width = ranks if strategy == "tensor" else 1
@@ -160,7 +160,7 @@ class RunPlanner:
         rank_tokens = max(tokens / shards, min(tokens, self.episodes.longest))  # an episode is not divided
         extra = ExtraModels.of(self.config)
         passes = (2.0 if sizes.rank else 3.0) + plan.recompute
-        scoring = float(extra.reference) + float(self.config.algorithm.guard.kind != "none")
+        scoring = float(extra.reference) + float(self.config.algorithm.importance_weights.kind != "none")
         passes = passes * (2 if extra.value and learner.own_critic else 1) * learner.epochs + scoring
         rank_terms = rank_tokens * terms / max(tokens, 1)
         compute = times.learning(rank_tokens, rank_terms, self.episodes.tokens / 2, passes) / width
@@ -230,7 +230,7 @@ class RunPlanner:
         ranks: int,
         split: int,
         strategy: Strategy,
-        plan: Plan,
+        plan: MemoryPlan,
         lag: int,
         publish: float,
         engine_bytes: int,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from arborl.config.run import RunConfig
+from arborl.config.run_config import RunConfig
 from arborl.errors import ConfigError
 
 P99 = 2.3263

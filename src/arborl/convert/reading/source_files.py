@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from arborl.config.bounds import MAX_DEPTH, bounded, check_yaml
+from arborl.config.load_config import MAX_DEPTH, bounded_yaml, check_yaml
 from arborl.convert.reading.hydra_overrides import overrides
 from arborl.convert.reading.training_scripts import ScriptSettings, near, read, read_text
 from arborl.errors import ConfigError
@@ -90,7 +90,7 @@ def _merge(files_read: Sequence[tuple[Path, ScriptSettings | None]], absent: boo
 
     beside: dict[str, Any] = {}
     tree: Any = OmegaConf.create({})
-    with bounded():
+    with bounded_yaml():
         for file, script in files_read:
             if script is None:
                 tree = OmegaConf.merge(tree, OmegaConf.create(_without_environment(_composed(file, absent, out))))

@@ -241,8 +241,8 @@ def correction(draft: Draft) -> None:
     at = "train_infer_correction."
     if draft.source.get(f"{at}is_weight.enabled"):
         weight = draft.source.get(f"{at}is_weight.weight_type", "token")
-        draft.set(f"{at}is_weight.enabled", True, "algorithm.guard.kind", "tis")
-        draft.put(f"{at}is_weight.upper_bound", 1.2, "algorithm.guard.high", lambda high: float(high or 1e6))
+        draft.set(f"{at}is_weight.enabled", True, "algorithm.importance_weights.kind", "tis")
+        draft.put(f"{at}is_weight.upper_bound", 1.2, "algorithm.importance_weights.high", lambda high: float(high or 1e6))
         why = (
             "" if weight in ("token", "geometric") else f"{weight}: the geometric mean over an episode or call is taken"
         )
@@ -256,7 +256,7 @@ def correction(draft: Draft) -> None:
         if weight == "segment":
             draft.settings["algorithm.sequence"] = "call"
     filters = [one for one in draft.source.get(f"{at}filters") or [] if one.get("enabled")]
-    if filters and "algorithm.guard.kind" in draft.settings:
+    if filters and "algorithm.importance_weights.kind" in draft.settings:
         draft.drop(f"{at}filters", filters, "one guard at a time: the weight is kept, the filters are not")
     elif filters:
         first = filters[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from arborl.agents import FOREIGN
+from arborl.agents import VERL_AGENT_NAMES
 from arborl.convert.common_rules import MICRO
 from arborl.convert.draft import Draft, Rule, every, idle, no, to
 from arborl.convert.verl import verl_losses as losses

@@ -13,7 +13,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from arborl.agents import VERL_AGENT_NAMES
-from arborl.config.bounds import check_yaml
+from arborl.config.load_config import check_yaml
 from arborl.convert.conversion_report import KeyReport
 from arborl.convert.draft import Draft
 from arborl.convert.verl.verl_defaults import R, known

@@ -310,7 +310,7 @@ class Mixture(TaskSource):
             metrics[f"data/{name}/share"] = self._last[name] / max(size, 1)
             metrics[f"data/{name}/share_so_far"] = position.drawn.get(name, 0) / max(total, 1)
             metrics |= {f"data/{name}/{why}": float(number) for why, number in pool.counts.items()}
-            episodes = [episode for group in groups if group.task.source == name for episode in group.survivors]
+            episodes = [episode for group in groups if group.task.source == name for episode in group.valid_episodes]
             if episodes and not episodes[0].given:
                 metrics[f"data/{name}/reward"] = float(np.mean([episode.reward for episode in episodes]))
             if (success := success_of(name, groups)) is not None:
@@ -320,7 +320,7 @@ class Mixture(TaskSource):
 
 def success_of(source: str, groups: Sequence[Group]) -> float | None:
     """The success rate of a source; None if no episode reports success."""
-    episodes = [episode for group in groups if group.task.source == source for episode in group.survivors]
+    episodes = [episode for group in groups if group.task.source == source for episode in group.valid_episodes]
     if not any("success" in episode.metrics for episode in episodes):
         return None
     return float(np.mean([episode.metrics.get("success", 0.0) for episode in episodes]))

@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from arborl.config.bounds import MAX_DEPTH, is_text
+from arborl.config.load_config import MAX_DEPTH, is_text
 from arborl.data.reading.tables import ConcatenatedTable, ListTable, ParquetTable, Row, Table, check_column_names
 from arborl.errors import ConfigError
 

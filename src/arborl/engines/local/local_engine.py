@@ -27,8 +27,8 @@ from arborl.engines.local.sampler import TopTokens
 from arborl.engines.local.scheduler import EngineRequest, InputBatch, Scheduler
 from arborl.errors import EngineError
 from arborl.models.execution_paths import count_fallbacks
-from arborl.spans import drawn
-from arborl.types import Completion, Finish, Metrics, Sampling
+from arborl.spans import add_to_timeline
+from arborl.types import Completion, FinishReason, Metrics, Sampling
 
 UPDATE_MODES = ("continue", "finish", "restart")
 MAX_GAP_SECONDS, MAX_SPAN_SECONDS = 0.02, 0.5
@@ -61,7 +61,7 @@ class StepSpan:
 
     def end(self) -> None:
         if self.steps:
-            drawn("engine", "steps", self.started, self.ended, steps=self.steps)
+            add_to_timeline("engine", "steps", self.started, self.ended, steps=self.steps)
         self.steps = 0
 
 
@@ -353,7 +353,7 @@ class LocalEngine(Engine):
             self._notify(row[listening], tokens[listening], logprobs[listening], top)
         for index in np.flatnonzero(stopped | (batch.known[row] >= batch.limit[row])):
             if (request := running.get(row[index])) is not None:  # it may have failed above
-                self.scheduler.complete(request, Finish.STOP if stopped[index] else Finish.LENGTH, self.version)
+                self.scheduler.complete(request, FinishReason.STOP if stopped[index] else FinishReason.LENGTH, self.version)
         if not_finite.any():  # its keys are not finite either, and would spoil the next sequence in the block
             self.scheduler.clear_cache()
             self.runner.cache.clear()

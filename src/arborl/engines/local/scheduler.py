@@ -23,7 +23,7 @@ from arborl.engines.local.block_pool import BlockPool, BlockTable, Tokens
 from arborl.engines.local.kv_cache import Array
 from arborl.engines.local.sampler import SamplingBatch, uniform_numbers
 from arborl.errors import EngineError
-from arborl.types import Completion, Finish, Metrics, Sampling
+from arborl.types import Completion, FinishReason, Metrics, Sampling
 
 MIN_SHARED = 16
 """A request waits one step for a sibling's prefill if that saves more than this many tokens."""
@@ -289,7 +289,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------ completion
 
-    def complete(self, request: EngineRequest, finish: Finish, version: int) -> None:
+    def complete(self, request: EngineRequest, finish: FinishReason, version: int) -> None:
         """End a request with its sampled tokens, unless its caller is gone."""
         if not request.done.done():
             sampled, logprobs, versions = self._sampled(request)
@@ -314,7 +314,7 @@ class Scheduler:
             for request in (*self.waiting, *self.running.values()):
                 limit = request.sampling.seconds
                 if limit is not None and now - request.started > limit:
-                    self.complete(request, Finish.ABORT, version)
+                    self.complete(request, FinishReason.ABORT, version)
                     self.has_cancelled = True
         if self.has_cancelled:
             self.has_cancelled = False

@@ -180,12 +180,12 @@ class HttpEngine(Engine):
                         tokens.append(token)
                         logprobs.append(logprob)
                         if stops is not None and stops.reached(tokens):
-                            last = CompletionChunk([], [], Finish.STOP)
+                            last = CompletionChunk([], [], FinishReason.STOP)
                             break
                     if last.finish is not None:
                         break
         except TimeoutError:
-            last = CompletionChunk([], [], Finish.ABORT)
+            last = CompletionChunk([], [], FinishReason.ABORT)
         if last.finish is None:
             raise ReplicaUnavailable(f"{replica.url}: its response ended early")
         if not all(map(math.isfinite, logprobs)):
@@ -211,10 +211,10 @@ class HttpEngine(Engine):
 
     async def _chat(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], sampling: Sampling, *, session: str
-    ) -> tuple[Message, Finish]:
+    ) -> tuple[Message, FinishReason]:
         """The next message, from a chat server."""
 
-        async def request(replica: ServerReplica) -> tuple[Message, Finish]:
+        async def request(replica: ServerReplica) -> tuple[Message, FinishReason]:
             assert isinstance(replica.server, ChatServer)
             return await replica.server.chat(self._client(replica), replica.model, messages, tools, sampling)
 

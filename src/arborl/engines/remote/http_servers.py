@@ -16,10 +16,10 @@ import httpx
 
 from arborl.engines.remote.replicas import ReplicaUnavailable
 from arborl.errors import EngineError
-from arborl.types import Finish, Message, Sampling, ToolCall, ToolSpec
+from arborl.types import FinishReason, Message, Sampling, ToolCall, ToolSpec
 
 Client = httpx.AsyncClient
-FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH}
+FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 UPDATE_SECONDS = 900.0
 """Timeout of an update."""
 
@@ -30,7 +30,7 @@ class CompletionChunk:
 
     tokens: list[int]
     logprobs: list[float]
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     """(weight label, begin, end) of tokens, if the server reports it."""
 
@@ -213,9 +213,9 @@ def _completions_chunk(choice: Any, is_whole: bool) -> CompletionChunk:
     return CompletionChunk(list(choice["token_ids"]), [float(x) for x in logprobs], _finish(choice, is_whole))
 
 
-def _finish(choice: Any, is_whole: bool) -> Finish | None:
+def _finish(choice: Any, is_whole: bool) -> FinishReason | None:
     reason = choice.get("finish_reason")
-    return None if reason is None and not is_whole else FINISH.get(str(reason), Finish.ABORT)
+    return None if reason is None and not is_whole else FINISH.get(str(reason), FinishReason.ABORT)
 
 
 class SglangServer:
@@ -241,7 +241,7 @@ class SglangServer:
         meta = (await request_json(client, "POST", "/generate", json=body))["meta_info"]
         pairs = meta["output_token_logprobs"]
         finish = meta.get("finish_reason") or {}
-        reason = FINISH.get(str(finish.get("type") if isinstance(finish, Mapping) else finish), Finish.ABORT)
+        reason = FINISH.get(str(finish.get("type") if isinstance(finish, Mapping) else finish), FinishReason.ABORT)
         label = meta.get("weight_version")
         spans = [(str(label), 0, len(pairs))] if label is not None else []
         yield CompletionChunk([int(pair[1]) for pair in pairs], [float(pair[0]) for pair in pairs], reason, spans)
@@ -275,7 +275,7 @@ class ChatServer:
 
     async def chat(
         self, client: Client, model: str, messages: Sequence[Message], tools: Sequence[ToolSpec], sampling: Sampling
-    ) -> tuple[Message, Finish]:
+    ) -> tuple[Message, FinishReason]:
         body: dict[str, Any] = {
             "model": model,
             "messages": [message_to_dict(message) for message in messages],
@@ -292,7 +292,7 @@ class ChatServer:
         reply = choice.get("message") or {}
         calls = tuple(_tool_call(each) for each in reply.get("tool_calls") or ())
         message = Message("assistant", reply.get("content") or "", calls, sampled=not calls)
-        return message, FINISH.get(str(choice.get("finish_reason")), Finish.STOP)
+        return message, FINISH.get(str(choice.get("finish_reason")), FinishReason.STOP)
 
 
 def _tool_call(call: Mapping[str, Any]) -> ToolCall:

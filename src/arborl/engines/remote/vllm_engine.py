@@ -40,7 +40,7 @@ from arborl.engines.remote.weight_sync import (
 )
 from arborl.errors import EngineError
 from arborl.models.lora import has_lora
-from arborl.types import Completion, Finish, Metrics, Sampling
+from arborl.types import Completion, FinishReason, Metrics, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Head sizes of vLLM's CPU kernels."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Maximum ranks that vLLM accepts."""
-FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH}
+FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 class VllmEngine(Engine):
@@ -200,7 +200,7 @@ class VllmEngine(Engine):
             raise EngineError("the model's output for this prompt is not finite (NaN or infinite)")
         self.counts["sampled"] += len(tokens)
         self.counts["requests"] += 1
-        finish = Finish.STOP if stopped else FINISH.get(response["finish"], Finish.ABORT)
+        finish = FinishReason.STOP if stopped else FINISH.get(response["finish"], FinishReason.ABORT)
         version, mixed = completion_versions(versions, self.version)
         return Completion(tuple(tokens), tuple(logprobs), finish, version, seconds, mixed)
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from arborl.engines.engine import Weights
 from arborl.engines.remote.weight_sync import base_weights
-from arborl.errors import EngineError, disk_refusal
+from arborl.errors import EngineError, disk_error_reason
 from arborl.models.lora import export_merged, has_lora
 
 FOLDER_PREFIX = "arborl-weights-"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
-from arborl.data.made.documents import LETTERS, DocumentProblem, make_problem, with_choices
+from arborl.data.generated.document_problems import LETTERS, DocumentProblem, make_document_problem, with_choices
 from arborl.envs.env import Env, Observation, Step, check_split, split_of, task_split
 from arborl.envs.wrapper import inner_attribute
 from arborl.seeds import derive
@@ -55,7 +55,7 @@ class Documents(Env):
             raise ValueError(f"kind={kind!r}: give short or choice")
         self.tokens, self.hops = _range(tokens, "tokens"), _range(hops, "hops")
         self.distractors, self.lures, self.kind, self.system = distractors, lures, kind, system
-        make_problem(0, 50, self.hops[1], distractors, lures)  # raises for impossible numbers
+        make_document_problem(0, 50, self.hops[1], distractors, lures)  # raises for impossible numbers
         self.document: Any = None
         self.reply: str | None = None
 
@@ -147,7 +147,7 @@ def draw_document_problem(
         problem_seed = derive(seed, "document", number)
         size = tokens[0] + derive(problem_seed, "tokens") % (tokens[1] - tokens[0] + 1)
         steps = hops[0] + derive(problem_seed, "hops") % (hops[1] - hops[0] + 1)
-        problem = make_problem(problem_seed, size, steps, distractors, lures, choices)
+        problem = make_document_problem(problem_seed, size, steps, distractors, lures, choices)
         if split_of((problem.question, problem.answer)) == split:
             return problem
     raise ValueError(f"no document of split {split!r} in {MAX_DRAWS} draws; give other tokens or hops")

@@ -21,9 +21,9 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from arborl.learner.core.packing import MicroBatch
-from arborl.models.attention import FREE, Bounds, layout
-from arborl.models.compiled import at_once, compiled
-from arborl.models.place import place_of
+from arborl.models.attention import NO_LIMITS, AttentionLimits, attention_layout
+from arborl.models.c_library import run_parallel, load_c_library
+from arborl.models.model_loading import compute_device
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class _Attention(Structure):
 @cache
 def attention_library() -> ctypes.CDLL | None:
     """The compiled attention; None without a C compiler."""
-    library = compiled(ATTENTION_SOURCE)
+    library = load_c_library(ATTENTION_SOURCE)
     if library is not None:
         library.attention_bytes.restype = c_int64
         library.forward.argtypes = library.backward.argtypes = [POINTER(_Attention)]
@@ -60,10 +60,10 @@ def attention_library() -> ctypes.CDLL | None:
 
 def supports_cpu_attention(model: PreTrainedModel) -> bool:
     """Whether the CPU attention supports this model."""
-    place = place_of(model)  # device and dtype of the computation; sharded weights may be stored differently
+    place = compute_device(model)  # device and dtype of the computation; sharded weights may be stored differently
     if place.device.type != "cpu" or place.dtype != torch.float32:
         return False
-    return not layout(model).capped and attention_library() is not None
+    return not attention_layout(model).capped and attention_library() is not None
 
 
 class CpuTreeAttention:
@@ -74,7 +74,7 @@ class CpuTreeAttention:
         self.end, self.depth = (np.ascontiguousarray(x, dtype=np.int64) for x in (batch.end, batch.depth))
 
     def __call__(
-        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float, bounds: Bounds = FREE
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float, bounds: AttentionLimits = NO_LIMITS
     ) -> Tensor:
         if bounds.cap is not None:
             raise ValueError("the CPU attention does not cap scores")
@@ -135,7 +135,7 @@ def _run_attention(direction: str, a: _Attention) -> None:
     if library is None:
         raise RuntimeError("no C compiler found")
     function = getattr(library, direction)
-    at_once(lambda part: function(a), min(torch.get_num_threads(), a.trees * a.key_heads))
+    run_parallel(lambda part: function(a), min(torch.get_num_threads(), a.trees * a.key_heads))
     if a.failed:
         raise MemoryError("no memory for attention over these trees")
 
@@ -164,7 +164,7 @@ class _Rows(Structure):
 @cache
 def layers_library() -> ctypes.CDLL | None:
     """The compiled layer functions; None without a C compiler."""
-    library = compiled(LAYERS_SOURCE)
+    library = load_c_library(LAYERS_SOURCE)
     if library is not None:
         library.rows_bytes.restype = c_int64
         for name in FUNCTIONS:
@@ -185,7 +185,7 @@ def _run_layers(
         setattr(s, field, None if tensor is None else tensor.data_ptr())
     function = getattr(layers_library(), name)
     parts = min(torch.get_num_threads(), -(-rows // ROWS_PER_PARTIAL), rows * width * heads // MIN_NUMBERS_PER_THREAD)
-    at_once(lambda part: function(s), max(1, parts))
+    run_parallel(lambda part: function(s), max(1, parts))
 
 
 def norm(x_NE: Tensor, weight_E: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:

@@ -14,9 +14,9 @@ from torch.autograd import Function
 from transformers import PreTrainedModel
 
 from arborl.learner.attention import cpu_kernels
-from arborl.models.attention import raw_read_out
-from arborl.models.lean import Ops, epsilon, gated, is_lean, norm
-from arborl.models.sampling import Shape
+from arborl.models.attention import raw_head_logits
+from arborl.models.fast_forward import LayerFunctions, epsilon, gated_activation, has_fast_forward, norm
+from arborl.models.sampling import DistributionParams
 
 SILU = ("SiLU", "SiLUActivation")
 
@@ -102,16 +102,16 @@ def _fused_norm(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _fused_gate(act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
-    return _Gate.apply(gate, up) if type(act).__name__ in SILU else gated(act, gate, up)
+    return _Gate.apply(gate, up) if type(act).__name__ in SILU else gated_activation(act, gate, up)
 
 
-FUSED_OPS = Ops(_Rotate.apply, _fused_gate, _fused_norm)
+FUSED_OPS = LayerFunctions(_Rotate.apply, _fused_gate, _fused_norm)
 
 
-def fused_head(head: Any, hidden_ME: Tensor, token_M: Tensor, shape: Shape, entropy: bool) -> tuple[Tensor, Tensor]:
+def fused_head(head: Any, hidden_ME: Tensor, token_M: Tensor, shape: DistributionParams, entropy: bool) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies, for sampling without truncation and logits without a cap."""
     temperature_M = shape.temperature_B.float().expand(len(token_M)).contiguous()
-    logprob_M, entropy_M = fused_logprobs(raw_read_out(head, None, hidden_ME), token_M, temperature_M)
+    logprob_M, entropy_M = fused_logprobs(raw_head_logits(head, None, hidden_ME), token_M, temperature_M)
     return logprob_M, entropy_M if entropy else entropy_M.detach()
 
 

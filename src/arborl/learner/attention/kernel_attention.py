@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from arborl.learner.attention.tree_plan import Tile, Tiles, plan, tiles_for
 from arborl.learner.core.packing import MicroBatch, upload
-from arborl.models.attention import FREE, Bounds, layout
-from arborl.models.place import place_of
+from arborl.models.attention import NO_LIMITS, AttentionLimits, attention_layout
+from arborl.models.model_loading import compute_device
 
 INPUTS = "Tensor q, Tensor k, Tensor v, Tensor plan"
 SETTINGS = "float scale, int window, float cap, int[] tiles"
@@ -55,7 +55,7 @@ class TritonTreeAttention:
 
 def supports_gpu_attention(model: PreTrainedModel) -> bool:
     """Whether the kernels support this model on its device."""
-    if place_of(model).device.type != "cuda" or find_spec("triton") is None:
+    if compute_device(model).device.type != "cuda" or find_spec("triton") is None:
         return False
     return tiles_for(attention_layout(model).size, compute_device(model).dtype) is not None
 

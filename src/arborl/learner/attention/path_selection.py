@@ -27,11 +27,11 @@ from arborl.learner.attention.fused_layers import FUSED_OPS, fused_logprobs, sup
 from arborl.learner.attention.kernel_attention import TritonTreeAttention, supports_gpu_attention
 from arborl.learner.attention.tree_attention import BLOCK, BlockAttention, CausalAttention, DenseAttention
 from arborl.learner.core.packing import MicroBatch, upload
-from arborl.models.attention import Attend, layout, library_hidden_states, raw_read_out
-from arborl.models.fallbacks import FastPath, first_line, note_path, report_fallback
-from arborl.models.lean import Run, in_turn, is_lean, layer_runner, lean, leave_to_library
+from arborl.models.attention import AttentionFunction, attention_layout, library_hidden_states, raw_head_logits
+from arborl.models.execution_paths import FastPath, first_line, record_path, report_fallback
+from arborl.models.fast_forward import RunLayers, run_layers, has_fast_forward, layer_runner, fast_hidden_states, use_library_forward
 from arborl.models.path_check import HIGHER, Outputs, check_attention, check_layers, excess, norm_error, sample_tokens
-from arborl.models.place import place_of
+from arborl.models.model_loading import compute_device
 from arborl.types import Terms
 
 MAX_BLOCK_SHARE = 0.7
@@ -46,12 +46,12 @@ CHECKED_HEAD_ROWS = 16
 class AttentionBackend:
     """One implementation of attention over the trees of a micro-batch."""
 
-    make: Callable[[MicroBatch, torch.device], Attend]
+    make: Callable[[MicroBatch, torch.device], AttentionFunction]
     supports: Callable[[PreTrainedModel], bool] = lambda model: True
     """Whether `learner.attention=auto` tries it for a model."""
 
 
-def _kernel(batch: MicroBatch, device: torch.device) -> Attend:
+def _kernel(batch: MicroBatch, device: torch.device) -> AttentionFunction:
     return CpuTreeAttention(batch, device) if device.type == "cpu" else TritonTreeAttention(batch, device)
 
 
@@ -81,11 +81,11 @@ class ExecutionPath:
 DENSE = ExecutionPath("dense")
 
 
-def _make_attention(model: PreTrainedModel, batch: MicroBatch, path: ExecutionPath) -> Attend:
-    device, dtype = place_of(model)
+def _make_attention(model: PreTrainedModel, batch: MicroBatch, path: ExecutionPath) -> AttentionFunction:
+    device, dtype = compute_device(model)
     attend = ATTENTION_BACKENDS[path.attention].make(batch, device)
     if isinstance(attend, TritonTreeAttention):
-        attend.prepare(layout(model).windows, layout(model).size, dtype)
+        attend.prepare(attention_layout(model).windows, attention_layout(model).size, dtype)
     return attend
 
 
@@ -93,21 +93,21 @@ def hidden_states(model: PreTrainedModel, batch: MicroBatch, path: ExecutionPath
     """The last layer's output at each term's predicting position, `[M, hidden]`."""
     predicting = np.unique(batch.terms.position, return_inverse=True)
     attend = _make_attention(model, batch, path)
-    tokens, depth, rows, term = upload(place_of(model).device, batch.tokens, batch.depth, *predicting)
+    tokens, depth, rows, term = upload(compute_device(model).device, batch.tokens, batch.depth, *predicting)
     recompute = path.recompute and torch.is_grad_enabled()
-    if is_lean(model):
+    if has_fast_forward(model):
         ops = FUSED_OPS if path.fused else None
-        hidden = lean(model, tokens, depth, attend, _checkpointed_run(path) if recompute else None, rows, ops)
+        hidden = fast_hidden_states(model, tokens, depth, attend, _checkpointed_run(path) if recompute else None, rows, ops)
     else:
         with _library_checkpointing(model, recompute):
             hidden = library_hidden_states(model, tokens, depth, attend)[rows]
     return hidden.index_select(0, term)
 
 
-def _checkpointed_run(path: ExecutionPath) -> Run:
-    run = partial(in_turn, ops=FUSED_OPS if path.fused else None)
+def _checkpointed_run(path: ExecutionPath) -> RunLayers:
+    run = partial(run_layers, ops=FUSED_OPS if path.fused else None)
 
-    def run_layers(layers: Sequence[Any], x_NE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def run_layers(layers: Sequence[Any], x_NE: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFunction) -> Tensor:
         for layer in layers:
             x_NE = checkpoint(run, [layer], x_NE, cos, sin, attend, use_reentrant=False)
         return x_NE
@@ -162,14 +162,14 @@ class PathSelector:
         self.attention, self.recompute = attention, recompute
 
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> ExecutionPath:
-        is_lean(model)  # runs that check too, so that no later call has to
+        has_fast_forward(model)  # runs that check too, so that no later call has to
         known = _checked.setdefault(model, {})
         for path in self._candidates(model, batch):
             key = (path, torch.is_grad_enabled())
             if key not in known:
                 known[key] = path == DENSE or self._passes(model, path)
             if known[key]:
-                note_path(model, "learner", str(path))
+                record_path(model, "learner", str(path))
                 return replace(path, recompute=self.recompute)
         return replace(DENSE, recompute=self.recompute)
 
@@ -185,7 +185,7 @@ class PathSelector:
     def check_all(model: PreTrainedModel) -> None:
         """Check every path with the library's layers now, before the model is sharded: afterwards a check would be a
         collective operation, and gradients are stored elsewhere."""
-        leave_to_library(model)
+        use_library_forward(model)
         known = _checked.setdefault(model, {})
         known.clear()
         for path in (ExecutionPath(name) for name in ATTENTION_BACKENDS):
@@ -196,7 +196,7 @@ class PathSelector:
 
     def _candidates(self, model: PreTrainedModel, batch: MicroBatch) -> Iterator[ExecutionPath]:
         if self.attention == "auto":
-            device = place_of(model).device
+            device = compute_device(model).device
             names = [cheapest_attention(batch, device)]
             if names == ["kernel"] or device.type == "cpu":
                 other = "blocks" if names == ["kernel"] else names[0]
@@ -204,7 +204,7 @@ class PathSelector:
         else:
             dense = self.attention == "causal" and not batch.is_unbranched
             names = [DENSE.attention if dense else self.attention]
-        fuses = is_lean(model) and supports_fused_layers(model)
+        fuses = has_fast_forward(model) and supports_fused_layers(model)
         for name in names:
             if fuses and name != DENSE.attention:
                 yield ExecutionPath(name, fused=True)
@@ -219,7 +219,7 @@ def path_error(model: PreTrainedModel, path: ExecutionPath) -> str | None:
     attend, dense = _make_attention(model, batch, path), _make_attention(model, batch, DENSE)
     tokens, positions = batch.tokens.tolist(), batch.depth.tolist()
     try:
-        if not is_lean(model):
+        if not has_fast_forward(model):
             return check_attention(model, attend, dense, tokens, positions)
         run = partial(layer_runner, ops=FUSED_OPS if path.fused else None)
         error = check_layers(model, run, attend, dense, tokens, positions)
@@ -230,12 +230,12 @@ def path_error(model: PreTrainedModel, path: ExecutionPath) -> str | None:
         return first_line(error)
 
 
-def _head_error(model: PreTrainedModel, tokens: list[int], positions: list[int], attend: Attend) -> str | None:
+def _head_error(model: PreTrainedModel, tokens: list[int], positions: list[int], attend: AttentionFunction) -> str | None:
     """How the fused log-probabilities and entropies differ from the unfused ones on the same logits."""
     token_N, position_N = (torch.tensor(x, device=model.device) for x in (tokens, positions))
     with torch.no_grad():
         hidden_NE = library_hidden_states(model, token_N, position_N, attend)[-CHECKED_HEAD_ROWS:]
-        logit_NV = raw_read_out(model.get_output_embeddings(), None, hidden_NE)
+        logit_NV = raw_head_logits(model.get_output_embeddings(), None, hidden_NE)
     graded, target_N = torch.is_grad_enabled(), token_N[-CHECKED_HEAD_ROWS:]
 
     def run(head: Callable[[Tensor], tuple[Tensor, Tensor]], dtype: torch.dtype) -> Outputs:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from arborl.learner.core.packing import MicroBatch
-from arborl.models.attention import FREE, Bounds, attention
+from arborl.models.attention import NO_LIMITS, AttentionLimits, attention
 
 BLOCK = 32
 BUCKET = 16
@@ -114,7 +114,7 @@ class BlockBucket:
         self.distance = torch.from_numpy((depth[query] - depth[gathered][:, None])[:, None]).to(device)
         self.masks: dict[int | None, Tensor] = {}
 
-    def attend(self, q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float, bounds: Bounds) -> Tensor:
+    def attend(self, q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float, bounds: AttentionLimits) -> Tensor:
         """The attention output of the blocks, from their gathered queries, keys and values."""
         heads, size = k_SKD.shape[1:]
         groups = q_NHD.shape[1] // heads

@@ -48,8 +48,8 @@ from arborl.learner.distributed.strategy import (
     optimizer_order,
     shard_of,
 )
-from arborl.models.load import quiet
-from arborl.models.lora import adapter_file, has_lora, load_adapter, name_in_file, save_adapter
+from arborl.models.model_loading import weight_loading
+from arborl.models.lora import adapter_tensors, has_lora, load_adapter, adapter_tensor_name, save_adapter
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Snapshot:
 def checkpoint_tensors(learner: LearnerState) -> dict[str, Any]:
     """The content of a checkpoint: the learner's own tensors, not copies."""
     model = learner.model
-    content: dict[str, Any] = {"model": adapter_file(model) if has_lora(model) else dict(model.state_dict())}
+    content: dict[str, Any] = {"model": adapter_tensors(model) if has_lora(model) else dict(model.state_dict())}
     if learner.reference is not None:
         content["reference"] = dict(learner.reference.state_dict())
     critic = learner.critic.trained_parameters() if learner.critic else {}
@@ -165,7 +165,7 @@ def _load_optimizer_state(learner: LearnerState, state: dict[str, Any]) -> None:
 
 
 def _load_weights(model: PreTrainedModel, folder: Path) -> None:
-    with quiet():
+    with weight_loading():
         saved = type(model).from_pretrained(folder, dtype=model.dtype).state_dict()
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
@@ -259,7 +259,7 @@ class ShardedCheckpointer:
     def snapshot(self, model: PreTrainedModel) -> ShardedSnapshot:
         """On rank 0, the snapshot of what all ranks have staged."""
         self.copier = self.copier or HostCopier(model.device)
-        copied = self.copier.copy(adapter_file(model) if has_lora(model) else dict(model.state_dict()))
+        copied = self.copier.copy(adapter_tensors(model) if has_lora(model) else dict(model.state_dict()))
         copied.wait()
         return ShardedSnapshot(self, model, copied.tree, copied.live)
 
@@ -349,7 +349,7 @@ def load_whole(learner: LearnerState, folder: Path) -> None:
     weights = _read_weights(learner.model, folder / "model")
     if has_lora(learner.model):
         trained = [name for name, p in learner.model.named_parameters() if p.requires_grad]
-        weights = {name: weights[name_in_file(name)] for name in trained}
+        weights = {name: weights[adapter_tensor_name(name)] for name in trained}
     _set_weights(learner, learner.model, weights)
     if learner.reference is not None:
         _set_weights(learner, learner.reference, _read_weights(learner.reference, folder / "reference"))
@@ -397,7 +397,7 @@ def _read_weights(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
 
         return load_file(folder / "adapter_model.safetensors")
     plain = next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
-    with quiet():
+    with weight_loading():
         return dict(plain.from_pretrained(folder).state_dict())  # type: ignore[attr-defined]
 
 

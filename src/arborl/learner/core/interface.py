@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from arborl.algorithms.recipe import Algorithm, AlgorithmNeeds
-from arborl.config.run import LearnerConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.learner.core.update_metrics import TermLog
 from arborl.models.lora import export_merged, has_lora
 from arborl.types import Ints, Metrics, Terms, TokenTree

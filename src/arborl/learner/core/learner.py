@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from arborl.algorithms.recipe import Algorithm, AlgorithmNeeds
 from arborl.algorithms.token_losses import ModelOutputs, TermBatch
-from arborl.config.run import LearnerConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.attention.path_selection import CHECK_STEM, PathSelector, sample_micro_batch
 from arborl.learner.core.checkpoint_files import SHARDS, Snapshot, checkpoint_tensors, load_checkpoint, load_sharded
@@ -55,10 +55,10 @@ from arborl.learner.core.update_metrics import (
 )
 from arborl.learner.distributed.sharding import make_strategy
 from arborl.learner.distributed.strategy import Strategy
-from arborl.models.fallbacks import fallbacks
-from arborl.models.lora import adapter_of, dropout_on, has_lora, with_adapter
-from arborl.models.place import place_of
-from arborl.models.scalar import Origin
+from arborl.models.execution_paths import count_fallbacks
+from arborl.models.lora import adapter_copy, dropout_on, has_lora, with_adapter
+from arborl.models.model_loading import compute_device
+from arborl.models.output_heads import CriticInit
 from arborl.seeds import derive
 from arborl.types import Floats, Ints, Metrics, Sampling, Terms, TokenTree
 
@@ -91,7 +91,7 @@ class Learner(BaseLearner):
         needs: AlgorithmNeeds | None = None,
         total_steps: int = 0,
         seed: int = 0,
-        origin: Origin | None = None,
+        origin: CriticInit | None = None,
         teacher: Teacher | None = None,
         strategy: Strategy | None = None,
         first: InitialUpdates = NO_INITIAL_UPDATES,
@@ -100,7 +100,7 @@ class Learner(BaseLearner):
         self.teacher = teacher
         self.strategy = strategy = strategy or make_strategy(config)
         strategy.check(model)
-        self.batch_group, self.place = strategy.batch_group, place_of(model)
+        self.batch_group, self.place = strategy.batch_group, compute_device(model)
         self.model, self.config, self.sampling = model, config, sampling
         self.total_steps, self.seed, self.first = total_steps, seed, first
         adapted = has_lora(model)
@@ -255,7 +255,7 @@ class Learner(BaseLearner):
 
     def _adapter(self) -> dict[str, Tensor]:
         with self.strategy.writable([p for name, p in self.model.named_parameters() if "lora_" in name]):
-            return adapter_of(self.model)
+            return adapter_copy(self.model)
 
     def with_reference(self) -> AbstractContextManager[None]:
         """Keep the reference model's weights on the device inside the context."""
@@ -323,7 +323,7 @@ class Learner(BaseLearner):
         if self.term_log is not None and not metrics["learner/skipped"]:
             self.term_log.add(sums.records)
         metrics["learner/steps"] = 1.0 - metrics["learner/skipped"]
-        metrics["learner/fallbacks"] = float(fallbacks(self.model, "learner"))
+        metrics["learner/fallbacks"] = float(count_fallbacks(self.model, "learner"))
         metrics |= {"learner/lr": self.lr * factor, "learner/micro_batch_tokens": float(self.micro_batcher.budget)}
         if self.place.device.type == "cuda":
             metrics["learner/memory_gib"] = torch.cuda.max_memory_allocated(self.place.device) / 2**30

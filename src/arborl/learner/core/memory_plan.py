@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from arborl.config.run_config import RunConfig
-from arborl.engines.cache import default_kv_tokens, host_memory, token_bytes
+from arborl.engines.local.kv_cache import default_kv_tokens, host_memory, token_bytes
 from arborl.learner.core.memory_forecast import (
     GIB,
     MIN_CACHED_SEQUENCES,
@@ -21,7 +21,7 @@ from arborl.learner.core.memory_forecast import (
 )
 from arborl.learner.core.optimizer import LOW_PRECISION
 from arborl.learner.core.tree_forward import max_logit_rows
-from arborl.models.lean import KINDS
+from arborl.models.fast_forward import FAST_MODEL_CLASSES
 from arborl.models.lora import has_lora
 
 

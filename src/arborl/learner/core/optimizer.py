@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from arborl.config.training import LearnerConfig
+from arborl.config.training_config import LearnerConfig
 from arborl.learner.core.offload import OffloadedOptimizerState
 from arborl.learner.distributed.rank_group import SINGLE_RANK, RankGroup
 from arborl.types import Metrics

@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 from arborl.config.training_config import LearnerConfig
 from arborl.errors import RunStopped
 from arborl.learner.core.optimizer import Optimizer, default_lr, lr_factor
-from arborl.models.scalar import Scorer
+from arborl.models.output_heads import SequenceScorer
 from arborl.seeds import generator
 
 EpochMetrics = dict[str, float]

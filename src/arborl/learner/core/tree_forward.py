@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from arborl.algorithms.token_losses import ModelOutputs
-from arborl.config.training import LearnerConfig
+from arborl.config.training_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.attention.fused_layers import fused_head
 from arborl.learner.attention.path_selection import ATTENTION_BACKENDS, ExecutionPath, hidden_states
@@ -37,11 +37,11 @@ from arborl.learner.core.packing import (
     upload,
 )
 from arborl.learner.distributed.rank_group import SINGLE_RANK, RankGroup
-from arborl.models.attention import logit_cap, read_out
-from arborl.models.heads import ValueHead
-from arborl.models.place import place_of
-from arborl.models.sampling import Shape, log_distribution, shaped
-from arborl.models.scalar import Origin
+from arborl.models.attention import logit_cap, head_logits
+from arborl.models.output_heads import ValueHead
+from arborl.models.model_loading import compute_device
+from arborl.models.sampling import DistributionParams, sampling_logprobs, processed_logits
+from arborl.models.output_heads import CriticInit
 from arborl.types import Floats, Sampling, Terms, TokenTree
 
 log = logging.getLogger(__name__)
@@ -84,15 +84,15 @@ def log_distributions(model: PreTrainedModel, batch: MicroBatch, sampling: Sampl
     """The whole log-distribution of each term, `[M, V]`; it can be differentiated twice."""
     return torch.cat(
         [
-            log_distribution(read_out(model.get_output_embeddings(), logit_cap(model), part_ME), shape, token_M)
+            sampling_logprobs(head_logits(model.get_output_embeddings(), logit_cap(model), part_ME), shape, token_M)
             for part_ME, token_M, shape in _chunks(model, hidden_states(model, batch, path), batch, sampling, path)
         ]
     )
 
 
 @cache
-def _shape(sampling: Sampling, device: torch.device) -> Shape:
-    return Shape.of([sampling], device)
+def _shape(sampling: Sampling, device: torch.device) -> DistributionParams:
+    return DistributionParams.of([sampling], device)
 
 
 def max_logit_rows(device: torch.device, vocabulary: int, fused: bool) -> int:
@@ -104,22 +104,22 @@ def max_logit_rows(device: torch.device, vocabulary: int, fused: bool) -> int:
 
 def _chunks(
     model: PreTrainedModel, hidden_ME: Tensor, batch: MicroBatch, sampling: Sampling, path: ExecutionPath
-) -> Iterator[tuple[Tensor, Tensor, Shape]]:
+) -> Iterator[tuple[Tensor, Tensor, DistributionParams]]:
     """Hidden states, tokens and sampling shape in chunks; the shape has one row per term if terms carry their own."""
     rows = max_logit_rows(hidden_ME.device, model.config.vocab_size, path.fused)
     (token,) = upload(hidden_ME.device, batch.terms.token)
     if batch.terms.drawn is None:
-        shapes: Iterator[Shape] = repeat(_shape(sampling, hidden_ME.device))
+        shapes: Iterator[DistributionParams] = repeat(_shape(sampling, hidden_ME.device))
     else:
-        shapes = Shape.noted(batch.terms.drawn, sampling, hidden_ME.device).split(rows)
+        shapes = DistributionParams.from_terms(batch.terms.drawn, sampling, hidden_ME.device).split(rows)
     yield from zip(hidden_ME.split(rows), token.split(rows), shapes, strict=False)
 
 
 def _unfused_head(
-    head: Any, cap: float | None, hidden_ME: Tensor, token_M: Tensor, shape: Shape, entropy: bool
+    head: Any, cap: float | None, hidden_ME: Tensor, token_M: Tensor, shape: DistributionParams, entropy: bool
 ) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy from sums over the logits, without materializing all log-probabilities."""
-    logit_MV = shaped(read_out(head, cap, hidden_ME), shape, token_M)
+    logit_MV = processed_logits(head_logits(head, cap, hidden_ME), shape, token_M)
     lse_M = logit_MV.logsumexp(-1)
     logprob_M = logit_MV.gather(1, token_M[:, None])[:, 0] - lse_M
     if not entropy:
@@ -129,7 +129,7 @@ def _unfused_head(
 
 
 def _fused_head(
-    head: Any, cap: float | None, hidden_ME: Tensor, token_M: Tensor, shape: Shape, entropy: bool
+    head: Any, cap: float | None, hidden_ME: Tensor, token_M: Tensor, shape: DistributionParams, entropy: bool
 ) -> tuple[Tensor, Tensor]:
     if cap is not None or shape.truncates:
         return _unfused_head(head, cap, hidden_ME, token_M, shape, entropy)
@@ -159,7 +159,7 @@ class Critic(nn.Module):
         origin: initial weights of a separate model, instead of the policy's.
     """
 
-    def __init__(self, model: PreTrainedModel, separate: bool, detach: bool = False, origin: Origin | None = None):
+    def __init__(self, model: PreTrainedModel, separate: bool, detach: bool = False, origin: CriticInit | None = None):
         super().__init__()
         self.trunk: PreTrainedModel | None = None
         if origin is not None:
@@ -270,7 +270,7 @@ class MicroBatcher:
 
     def __init__(self, model: PreTrainedModel, config: LearnerConfig, lockstep: RankGroup = SINGLE_RANK):
         self.attention, self.lockstep = config.attention, lockstep
-        self.cuda, self.costs = place_of(model).device.type == "cuda", model_costs(model)
+        self.cuda, self.costs = compute_device(model).device.type == "cuda", model_costs(model)
         self.kernel = self.attention in ("auto", "kernel") and ATTENTION_BACKENDS["kernel"].supports(model)
         self.budget = config.micro_batch_tokens or (16_384 if self.cuda else 4_096)
         """Tokens per micro-batch; smaller than the setting after an out-of-memory error."""

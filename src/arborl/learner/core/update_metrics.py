@@ -16,13 +16,13 @@ from arborl.algorithms.recipe import AlgorithmNeeds
 from arborl.algorithms.token_losses import ModelOutputs, TermBatch, ratio
 from arborl.learner.core.packing import MicroBatch, upload
 from arborl.learner.distributed.rank_group import SINGLE_RANK, RankGroup
-from arborl.types import GIVEN, Ints, Metrics, Terms
+from arborl.types import NOT_SAMPLED, Ints, Metrics, Terms
 
 log = logging.getLogger(__name__)
 
 MAX_NAMED = 8
 """Episodes that a warning names; further ones are counted."""
-ROLLOUT_GAP = "policy/rollout_gap"
+ROLLOUT_GAP = "policy/logprob_diff"
 """Metric: difference between the learner's and the engine's probabilities, over tokens that the rollout sampled."""
 
 
@@ -49,7 +49,7 @@ def with_proximal(terms: TermBatch, new_M: Tensor, needs: AlgorithmNeeds) -> Ter
 
 def non_finite_terms(terms: Terms) -> NDArray[np.bool_]:
     """Terms without a finite loss. The log-probability of a demonstration's token is unknown and unused."""
-    logprob = np.where(terms.version == GIVEN, 0.0, terms.logprob)
+    logprob = np.where(terms.version == NOT_SAMPLED, 0.0, terms.logprob)
     return np.asarray(~np.isfinite(terms.advantage + terms.weight + logprob))
 
 
@@ -80,7 +80,7 @@ class UpdateSums:
         self, batch: MicroBatch, loss: Tensor, outputs: ModelOutputs, terms: TermBatch, parts: dict[str, Tensor]
     ) -> None:
         """Add one micro-batch."""
-        sampled = np.flatnonzero(batch.terms.version != GIVEN)
+        sampled = np.flatnonzero(batch.terms.version != NOT_SAMPLED)
         vectors = parts | {"policy/entropy": outputs.entropy_M}
         if len(sampled):
             gap_M = (outputs.logprob_M.detach() - terms.old_M).abs()
@@ -128,7 +128,7 @@ def combine_metrics(values: Mapping[str, Sequence[float]]) -> Metrics:
         finite = [value for value in numbers if np.isfinite(value)]
         if name in ("learner/steps", "dropped/not_finite"):
             out[name] = sum(numbers)
-        elif "rollout_gap" in name:  # measured before any weight has moved
+        elif "logprob_diff" in name:  # measured before any weight has moved
             out[name] = numbers[0]
         else:
             out[name] = float(np.mean(finite)) if finite else numbers[0]

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from arborl.algorithms.recipe import Algorithm
-from arborl.config.run import LearnerConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.core.learner import Learner
 from arborl.learner.core.teacher import Teacher
@@ -20,8 +20,8 @@ from arborl.learner.distributed.learner_group import LearnerGroup
 from arborl.learner.distributed.rank_worker import LearnerSpec, serve_rank
 from arborl.learner.distributed.rendezvous import SECRET_VARIABLE, RemoteLauncher, Rendezvous
 from arborl.learner.distributed.run_store import JoinInfo
-from arborl.models.load import device_of
-from arborl.models.scalar import Origin
+from arborl.models.model_loading import device_of
+from arborl.models.output_heads import CriticInit
 
 log = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from arborl.algorithms.recipe import Algorithm, AlgorithmNeeds
-from arborl.errors import ConfigError, LearnerLost
+from arborl.errors import ConfigError, LearnerRankLost
 from arborl.learner.core.checkpoint_files import ShardedSnapshot, Snapshot
 from arborl.learner.core.interface import BaseLearner
 from arborl.learner.core.packing import ForwardCosts
@@ -49,7 +49,7 @@ from arborl.learner.distributed.rank_connections import close_connections_to
 from arborl.learner.distributed.rank_worker import EXIT_LOST, RUN_ENDED, LearnerSpec, RankWorker, report_end
 from arborl.learner.distributed.rendezvous import HeartbeatMonitor, Launcher, NoLauncher, Rendezvous
 from arborl.learner.distributed.sharding import make_strategy
-from arborl.models.scalar import Origin
+from arborl.models.output_heads import CriticInit
 from arborl.types import Floats, Ints, Metrics, Terms, TokenTree
 
 T = TypeVar("T")
@@ -76,12 +76,12 @@ class LearnerGroup(BaseLearner):
         spec: LearnerSpec,
         model: PreTrainedModel,
         launcher: Launcher | None = None,
-        origin: Origin | None = None,
+        origin: CriticInit | None = None,
         teacher: Teacher | None = None,
     ):
         self.rendezvous, self.model, self.config = rendezvous, model, spec.config
         self.launcher = launcher or NoLauncher()
-        self.lost: LearnerLost | None = None
+        self.lost: LearnerRankLost | None = None
         self.caller: int | None = None
         """The thread of the current call."""
         self.closed, self.fresh, self.snapshots, self.imbalance = False, True, 0, 0.0
@@ -95,7 +95,7 @@ class LearnerGroup(BaseLearner):
             self.close()
             raise
 
-    def _start(self, spec: LearnerSpec, origin: Origin | None, teacher: Teacher | None) -> None:
+    def _start(self, spec: LearnerSpec, origin: CriticInit | None, teacher: Teacher | None) -> None:
         self.rendezvous.start(self.model.device, self._check_lost)
         self._scatter([cloudpickle.dumps(spec)] * self.rendezvous.count)
         strategy = make_strategy(spec.config, self.rendezvous.rank_group())
@@ -269,7 +269,7 @@ class LearnerGroup(BaseLearner):
     def _on_loss(self, rank: int, why: str) -> None:
         """Called in the monitor's thread: stop all other ranks, so that a call that waits for the lost rank fails."""
         restartable = not isinstance(self.launcher, NoLauncher)
-        self.lost = LearnerLost(f"learner rank {rank} of {self.rendezvous.count} {why}", again=restartable)
+        self.lost = LearnerRankLost(f"learner rank {rank} of {self.rendezvous.count} {why}", again=restartable)
         if self.closed:
             return
         self.launcher.stop()

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from arborl.algorithms.recipe import AlgorithmNeeds
-from arborl.config.run import LearnerConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.core.checkpoint_files import ShardedCheckpointer
 from arborl.learner.core.learner import Learner
@@ -26,7 +26,7 @@ from arborl.learner.distributed.rendezvous import HeartbeatMonitor, Rendezvous
 from arborl.learner.distributed.run_store import JoinInfo
 from arborl.learner.distributed.sharding import make_strategy
 from arborl.learner.distributed.strategy import Strategy
-from arborl.models.scalar import Origin
+from arborl.models.output_heads import CriticInit
 from arborl.types import Ints, Metrics, Sampling, Terms, TokenTree
 
 EXIT_LOST = 1
@@ -45,7 +45,7 @@ class LearnerSpec:
     seed: int
     model: Callable[[str], PreTrainedModel]
     """Loads the policy on a device."""
-    origin: Callable[[PreTrainedModel], Origin | None] = lambda model: None
+    origin: Callable[[PreTrainedModel], CriticInit | None] = lambda model: None
     teacher: Callable[[], Teacher | None] = lambda: None
     deterministic: bool = False
     threads: int = 0
@@ -54,7 +54,7 @@ class LearnerSpec:
     def build(
         self,
         model: PreTrainedModel,
-        origin: Origin | None = None,
+        origin: CriticInit | None = None,
         teacher: Teacher | None = None,
         strategy: Strategy | None = None,
     ) -> Learner:

@@ -54,8 +54,8 @@ from arborl.learner.distributed.strategy import (
     full_shape,
     unsupported,
 )
-from arborl.models.lean import KINDS
-from arborl.models.place import Place, place_of, stays_at
+from arborl.models.fast_forward import FAST_MODEL_CLASSES
+from arborl.models.model_loading import ComputeDevice, compute_device, set_compute_device
 from arborl.types import Metrics
 
 
@@ -74,12 +74,12 @@ class FullyShardedStrategy(Strategy):
 
     def place(self, module: PolicyWithCritic) -> PlacedModel:
         """Shard the policy and its critic."""
-        place = place_of(module.policy)
+        place = compute_device(module.policy)
         critic = module.critic
         models = [module.policy] + ([critic.trunk] if critic is not None and critic.trunk is not None else [])
         for model in models:
             PathSelector.check_all(model)
-            stays_at(model, place)
+            set_compute_device(model, place)
             if self.config.master == "float32":
                 for parameter in model.parameters():
                     if parameter.requires_grad and parameter.dtype in LOW_PRECISION:
@@ -91,9 +91,9 @@ class FullyShardedStrategy(Strategy):
 
     def place_frozen(self, model: PreTrainedModel) -> PlacedModel:
         """Shard a reference model."""
-        place, module = place_of(model), PolicyWithCritic(model)
+        place, module = compute_device(model), PolicyWithCritic(model)
         PathSelector.check_all(model)
-        stays_at(model, place)
+        set_compute_device(model, place)
         self._shard_all(module, [model], place, self.config.offload == "all")
         return PlacedModel(model, module)
 
@@ -107,7 +107,7 @@ class FullyShardedStrategy(Strategy):
     def reduce_gradients(self, optimizer: Optimizer) -> None:
         """Each backward pass has summed them."""
 
-    def _shard_all(self, module: PolicyWithCritic, models: list[PreTrainedModel], place: Place, offload: bool) -> None:
+    def _shard_all(self, module: PolicyWithCritic, models: list[PreTrainedModel], place: ComputeDevice, offload: bool) -> None:
         mixed = MixedPrecisionPolicy()
         if place.dtype in LOW_PRECISION:
             mixed = MixedPrecisionPolicy(param_dtype=place.dtype, reduce_dtype=torch.float32)
@@ -120,7 +120,7 @@ class FullyShardedStrategy(Strategy):
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)
 
-    def _shard(self, module: nn.Module, place: Place, mixed: MixedPrecisionPolicy, offload: bool) -> None:
+    def _shard(self, module: nn.Module, place: ComputeDevice, mixed: MixedPrecisionPolicy, offload: bool) -> None:
         """Reshard after each forward pass, also at the root: a pass after a step must see the new weights."""
         mesh = init_device_mesh(place.device.type, (self.ranks.count,))
         host = offload and place.device.type == "cuda"
@@ -146,8 +146,8 @@ class TensorParallelStrategy(Strategy):
     def check(self, model: PreTrainedModel) -> None:
         """The layers must be Llama's, and heads and columns divisible by the number of ranks."""
         kind, ranks, config = type(model).__name__, self.ranks.count, model.config
-        if kind not in KINDS:
-            known = ", ".join(name.removesuffix("ForCausalLM") for name in KINDS)
+        if kind not in FAST_MODEL_CLASSES:
+            known = ", ".join(name.removesuffix("ForCausalLM") for name in FAST_MODEL_CLASSES)
             raise unsupported("tensor", f"{kind} is not supported, only {known}", "learner.strategy=fsdp2")
         for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
             if (count := getattr(config, what)) % ranks:
@@ -171,9 +171,9 @@ class TensorParallelStrategy(Strategy):
         """Every rank has run every tree."""
 
     def _shard_model(self, model: PreTrainedModel) -> None:
-        place = place_of(model)
+        place = compute_device(model)
         PathSelector.check_all(model)
-        stays_at(model, place)
+        set_compute_device(model, place)
         mesh = init_device_mesh(place.device.type, (self.ranks.count,))
         for layer in model.base_model.layers:
             plan: dict[str, ParallelStyle] = {}
@@ -231,10 +231,10 @@ class ZeroStrategy(Strategy):
 
     def place(self, module: PolicyWithCritic) -> PlacedModel:
         """DeepSpeed's engine is created with the optimizer."""
-        place, critic = place_of(module.policy), module.critic
+        place, critic = compute_device(module.policy), module.critic
         for model in [module.policy] + ([critic.trunk] if critic is not None and critic.trunk is not None else []):
             PathSelector.check_all(model)
-            stays_at(model, place)
+            set_compute_device(model, place)
         self.module = module
         return PlacedModel(module.policy, lambda *args: self.engine(*args))
 
@@ -345,7 +345,7 @@ class ZeroOptimizer(Optimizer):
         groups = parameter_groups(self.parts, config, rates)
         part_of = {id(p): name for name, part in self.parts.items() for p in part.masters}
         self.part_names = [part_of[id(group["params"][0])] for group in groups]
-        place = place_of(module.policy)
+        place = compute_device(module.policy)
         deepspeed = import_deepspeed(place.device)
         settings = {
             "train_micro_batch_size_per_gpu": 1,

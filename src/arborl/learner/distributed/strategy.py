@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from arborl.config.training import LearnerConfig
+from arborl.config.training_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.core.optimizer import LossScale, Optimizer, local_shard
 from arborl.learner.core.tree_forward import Critic, MicroBatcher, PlacedModel, PolicyWithCritic

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
-from arborl.envs.conversation import Line
-from arborl.envs.conversation.scenario import read_scenario
+from arborl.envs.games.conversation import UserLine
+from arborl.envs.games.conversation_presets import read_scenario
 from arborl.errors import did_you_mean
 from arborl.rewards.answers import equal, exact_match, f1, final_part, read_letter, read_number
 from arborl.rewards.text.text_measures import (
@@ -452,7 +452,7 @@ def completion_share(exchanges: Sequence[Exchange], context: Context) -> float |
     expect = lookup(context, "expect")
     expected = [expect] if isinstance(expect, str) else list(expect or ())
     if expected:
-        anywhere = [Line("", (str(one),)) for one in expected]
+        anywhere = [UserLine("", (str(one),)) for one in expected]
         return sum(_line_score(line, exchanges) for line in anywhere) / len(anywhere)
     goal = content_words(str(lookup(context, "goal") or ""))
     if goal:
@@ -464,12 +464,12 @@ def completion_share(exchanges: Sequence[Exchange], context: Context) -> float |
     return None
 
 
-def _lines(context: Context) -> Sequence[Line]:
+def _lines(context: Context) -> Sequence[UserLine]:
     responses = context.get("user_responses")
     return read_scenario({"user_responses": responses}, "context").lines if responses else ()
 
 
-def _line_score(line: Line, exchanges: Sequence[Exchange]) -> float:
+def _line_score(line: UserLine, exchanges: Sequence[Exchange]) -> float:
     """Score of the best reply to a line that meets its expectations."""
     return max(
         (_reply_score(one) for one in exchanges if line.text in one.user and line.met_by(one.reply)), default=0.0

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from arborl.errors import ArborError, EpisodeError, boundary, queued
+from arborl.errors import ArborError, EpisodeError, boundary, paused_deadlines
 from arborl.sandbox.fair_semaphore import FairSemaphore
 from arborl.tools.core.tool import AnyTool, CallLimiter, Tool
 from arborl.tools.core.tool_context import ToolContext

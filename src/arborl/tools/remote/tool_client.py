@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
-from arborl.errors import ArborError, ConfigError, EpisodeError, boundary, did_you_mean, queued
+from arborl.errors import ArborError, ConfigError, EpisodeError, boundary, did_you_mean, paused_deadlines
 from arborl.tools.core.call_policy import backoff_seconds
 from arborl.tools.core.tool import CallLimiter
 from arborl.tools.core.tool_context import ToolContext
@@ -257,7 +257,7 @@ class _LoopState:
     async def slot(self) -> AsyncIterator[None]:
         self._calls += 1
         try:
-            with queued():
+            with paused_deadlines():
                 await self._semaphore.acquire()
             try:
                 yield

@@ -105,7 +105,7 @@ class StudyStorage:
 
         self.plan = plan
         self.worker_id = uuid.uuid4().hex
-        with writing(plan.folder):
+        with disk_errors(plan.folder):
             (plan.folder / "workers").mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(plan.folder / ".lock")
         self.worker_lock = self._lock_of(self.worker_id)

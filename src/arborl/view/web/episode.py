@@ -11,7 +11,7 @@ from arborl.rollout.episode_store import episode_errors, episode_from_json
 from arborl.rollout.term_store import VALUE_COLUMNS, Columns, gradient_norms
 from arborl.tokens import Tokens
 from arborl.track.folder_files import parse_json
-from arborl.types import GIVEN, Call, Episode, Message
+from arborl.types import NOT_SAMPLED, Call, Episode, Message
 from arborl.view.web.token_text import Decode, pieces
 
 MAX_CALLS = 2000
@@ -28,7 +28,7 @@ def parsed(line: bytes, where: str) -> Episode:
         repeated += 1000 * sum(int(call["messages"][1]) for call in calls if "messages" in call)
         if len(calls) > MAX_CALLS or repeated > MAX_REPEATED:
             raise ValueError(f"it has {len(calls):,} calls and {repeated:,} repeated ids, too many for a page")
-        return from_json(row)
+        return episode_from_json(row)
 
 
 def episode_as_dict(episode: Episode) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def _sampled(call: Call, number: int, decode: Decode | None, terms: Columns | No
     """Columns over the sampled tokens, with the loss terms if stored."""
     completion = call.completion
     count = len(completion.tokens)
-    given = completion.version == GIVEN
+    given = completion.version == NOT_SAMPLED
     columns: dict[str, Any] = {
         "ids": list(completion.tokens),
         "text": pieces(completion.tokens, decode),

@@ -26,7 +26,7 @@ from typing import Any
 
 from arborl.rollout.episode_store import EPISODE_FILE
 from arborl.track.folder_files import MAX_LINES_FILE, Unreadable, entries_of, is_regular, open_regular, read_lines
-from arborl.types import GIVEN
+from arborl.types import NOT_SAMPLED
 
 log = logging.getLogger(__name__)
 
@@ -371,7 +371,7 @@ def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
     task, calls, failure = row["task"], row["calls"], row["failure"]
     lengths = [call["prompt"][1] + len(call["prompt"][2]) + len(call["tokens"]) for call in calls]
     versions = [min(call.get("versions") or [call["version"]]) for call in calls if call["tokens"]]
-    sampled = [version for version in versions if version != GIVEN]
+    sampled = [version for version in versions if version != NOT_SAMPLED]
     rewards = [float(value) for value in row["rewards"].values()]
     return {
         "episode": _short_text(row["id"], 400),

@@ -27,7 +27,7 @@ class Viewer(uvicorn.Server):
     """
 
     def __init__(self, root: Path, port: int, on_start: Callable[[str], object] = lambda at: None):
-        super().__init__(listening(make_app(root), HOST, port, 1))
+        super().__init__(uvicorn_config(make_app(root), HOST, port, 1))
         self.on_start = on_start
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
