@@ -26,8 +26,7 @@ from arborl.chat.tokenizer import FileTokenizer
 from arborl.data.generated.document_problems import make_document_problem
 from arborl.models.model_files import SEEDLING_DIR
 from arborl.tools.core.tool_context import ToolContext
-from arborl.tools.library.document_tools import build_index, read_chunk, search_engine
-from arborl.tools.library.document_tools import WORKSPACE
+from arborl.tools.library.document_tools import WORKSPACE, build_index, read_chunk, search_engine
 from arborl.types import Task
 
 

@@ -33,8 +33,7 @@ from transformers import PreTrainedModel
 
 from arborl.algorithms import AlgorithmNeeds
 from arborl.config.run_config import LearnerConfig
-from arborl.learner.attention.path_selection import PathSelector
-from arborl.learner.attention.path_selection import ExecutionPath
+from arborl.learner.attention.path_selection import ExecutionPath, PathSelector
 from arborl.learner.core.learner import Learner
 from arborl.learner.core.packing import MicroBatch
 from arborl.models.attention import ATTENTION_NAME
@@ -213,7 +212,8 @@ def main() -> int:
         "case": case.name, "model": name, "weights": weights_of(name, args.outliers),
         "dtype": str(model.dtype).removeprefix("torch."), "rows": len(calls),
         "raw_tokens": forest.raw_tokens, "tree_tokens": unique,
-        "way": str(learner.path_selector(model, batches[0])), "ours_s": round(mine, 4), "baseline_s": round(baseline, 4),
+        "way": str(learner.path_selector(model, batches[0])),
+        "ours_s": round(mine, 4), "baseline_s": round(baseline, 4),
         "ratio": round(baseline / mine, 2), "gradient_gap": float(f"{gap(found, expected):.2e}"),
         "device": torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()} CPU",
         "threads": torch.get_num_threads(), "torch": torch.__version__, "transformers": transformers.__version__,

@@ -32,7 +32,6 @@ import numpy as np
 import torch
 import transformers
 
-from arborl.training_run import train
 from arborl.config.load_config import load
 from arborl.data.generated.problems import problems
 from arborl.tools import tool

@@ -27,6 +27,7 @@ from arborl.chat.renderer import Renderer
 from arborl.config.load_config import load
 from arborl.config.run_config import RunConfig
 from arborl.engines.local import LocalEngine
+from arborl.engines.local.model_runner import FinishedOutput, ModelStep
 from arborl.envs.games.frozen_lake import draw_map
 from arborl.models.attention import ATTENTION_NAME
 from arborl.rewards import Rewards
@@ -34,6 +35,8 @@ from arborl.rollout.episode_store import EpisodeStore
 from arborl.rollout.offline_episodes import OfflineEpisodes
 from arborl.rollout.recorder import EpisodeLimits
 from arborl.rollout.runner import Rollout
+from arborl.training_run.build import training_sampling
+from arborl.training_run.part_factory import RunPartFactory
 from arborl.types import Message, Task
 
 CONTEXT, PAGE = 1024, 64
@@ -117,7 +120,7 @@ def rollout_of(config: RunConfig, engine: LocalEngine, renderer: Renderer) -> tu
     cast, rewards, asked = workshop.cast(), workshop.rewards(), config.rollout
     limits = EpisodeLimits(asked.max_turns, config.sampling.max_context, asked.episode_seconds, asked.step_seconds)
     given = OfflineEpisodes.of(config, renderer)
-    return workshop.rollout(engine, cast, sampling_of(config, renderer), limits, rewards, given), rewards
+    return workshop.rollout(engine, cast, training_sampling(config, renderer), limits, rewards, given), rewards
 
 
 # ------------------------------------------------------------------------------------------------ what is played

@@ -25,10 +25,10 @@ from pathlib import Path
 
 import httpx
 
-from arborl.training_run.run_folder import locate_model
-from arborl.training_run.build import RunParts, build
 from arborl.envs.games.documents_env import FIELD, is_right
 from arborl.envs.wrapper import inner_attribute
+from arborl.training_run.build import RunParts, build
+from arborl.training_run.run_folder import locate_model
 from arborl.types import Task
 
 

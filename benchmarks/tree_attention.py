@@ -27,7 +27,7 @@ from arborl.learner.attention.kernel_attention import TritonTreeAttention
 from arborl.learner.attention.tree_attention import DenseAttention
 from arborl.learner.attention.tree_plan import Tile, Tiles, tiles_for
 from arborl.learner.core.packing import MicroBatch, pack
-from arborl.rollout.token_trees import tree_of_sequences, build_token_trees
+from arborl.rollout.token_trees import build_token_trees, tree_of_sequences
 
 SHAPES = [(14, 2, 64), (32, 8, 128)]
 """Query heads, key heads, head size: of a 0.5B model and of a 4B or 8B one."""

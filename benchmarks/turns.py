@@ -39,8 +39,8 @@ from arborl.engines.local import LocalEngine
 from arborl.engines.local.model_runner import FinishedOutput, ModelStep
 from arborl.models.attention import ATTENTION_NAME
 from arborl.models.model_files import resolve
+from arborl.rollout.episode_store import episode_to_json, json_line
 from arborl.rollout.recorder import EpisodeLimits, Recorder
-from arborl.rollout.episode_store import json_line, episode_to_json
 from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Completion, Episode, Group, Message, Sampling, Task, ToolSpec
 

@@ -18,7 +18,8 @@ from pathlib import Path
 
 PARENT = multiprocessing.get_context("forkserver")
 PARENT.set_forkserver_preload(
-    ["torch", "transformers.models.llama.modeling_llama", "arborl.training_run.run_session", "arborl.learner.core.learner",
+    ["torch", "transformers.models.llama.modeling_llama", "arborl.training_run.run_session",
+     "arborl.learner.core.learner",
      "arborl.engines.local", "arborl.cli.main", "arborl.config.load_config", "hydra", "matplotlib.figure"]
 )  # fmt: skip
 

@@ -13,8 +13,7 @@ from arborl.envs.games.question import Question
 from arborl.errors import ConfigError
 from arborl.rollout.recorder import EpisodeLimits
 from arborl.rollout.runner import EpisodeFactories, Rollout
-from arborl.tools import EpisodeState
-from arborl.tools import tool
+from arborl.tools import EpisodeState, tool
 from arborl.types import Message, Sampling, Task
 
 TASK = Task("t", (Message("user", "What is 6*7?"),), {"answer": "42"})

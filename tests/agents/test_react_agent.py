@@ -6,8 +6,7 @@ import pytest
 from arborl.agents import AGENTS
 from arborl.agents.tool_agents import ReactAgent, ToolAgent
 from arborl.envs.games.question import Question
-from arborl.tools import TOOLS
-from arborl.tools import tool
+from arborl.tools import TOOLS, tool
 from arborl.types import Message, Task, ToolCall
 
 TASK = Task("t", (Message("system", "Be brief."), Message("user", "2 * 21?")))

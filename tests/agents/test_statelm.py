@@ -31,7 +31,7 @@ from arborl.rewards.reward import Rewards
 from arborl.rollout.recorder import EpisodeLimits
 from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.rollout.token_trees import build_token_trees
-from arborl.tools.library.document_index import Index
+from arborl.tools.library.document_index import DocumentIndex
 from arborl.types import Group, Message, Sampling, StopReason, Task
 from arborl.view.context_length import lengths as context_lengths
 

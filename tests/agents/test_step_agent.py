@@ -7,7 +7,6 @@ import asyncio
 import pytest
 
 from arborl.agents.chat_agents import StepAgent, merge_user_messages
-from arborl.envs.games.countdown import Countdown
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.games.countdown import Countdown
 from arborl.envs.games.frozen_lake import FrozenLake

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from arborl.algorithms import ADVANTAGES, Recipe
 from arborl.algorithms.episode_advantages import gdpo, grpo, maxrl, opo, rae, reinforce, remax, rloo, split_shares
 from arborl.algorithms.loss_table import by_episode, by_length, by_token
-from arborl.config.algorithm_config import AlgorithmConfig
-from arborl.config.algorithm_config import GROUP_ADVANTAGES
+from arborl.config.algorithm_config import GROUP_ADVANTAGES, AlgorithmConfig
 from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Group, Terms
 

@@ -120,7 +120,9 @@ def test_a_guard_in_the_advantage_equals_trls_correction_of_the_loss(kind):
     algorithm = Recipe(AlgorithmConfig(importance_weights=kind, kl={"coef": 0.3}))
     loss, _ = algorithm.loss(model_outputs(new), batch := batch_of(algorithm.credit(groups, terms)))
     plain = batch_of(Recipe(AlgorithmConfig()).credit(groups, terms))
-    factor = importance_weights(kind, ratios(terms.proximal - terms.logprob), *algorithm.config.importance_weights.bounds)
+    factor = importance_weights(
+        kind, ratios(terms.proximal - terms.logprob), *algorithm.config.importance_weights.bounds
+    )
     expected = trl_grpo(new, plain, torch.zeros(len(new)).double(), correction=torch.from_numpy(factor), beta=0.3)
     assert (loss * batch.weight_M).sum().item() == pytest.approx(expected.item(), abs=1e-9)
 

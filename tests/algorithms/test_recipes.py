@@ -12,7 +12,6 @@ from algorithm_batches import batch_of, counters, episode, group, model_outputs,
 
 from arborl.algorithms import ADVANTAGES, LOSSES, PRESETS, AlgorithmNeeds, PerSourceAlgorithm, Recipe, make_algorithm
 from arborl.config.algorithm_config import ADVANTAGE_READS, LOSS_READS, AlgorithmConfig
-from arborl.config.algorithm_config import ADVANTAGE_READS, LOSS_READS
 from arborl.rollout.token_trees import build_token_trees
 from arborl.types import FinishReason, Group, Terms
 

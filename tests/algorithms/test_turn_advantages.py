@@ -18,8 +18,8 @@ from arborl.config.algorithm_config import AlgorithmConfig
 from arborl.config.load_config import load
 from arborl.rewards import Rewards
 from arborl.rewards.answers import environment
-from arborl.types import Call, Completion, Episode, FinishReason, Group, Message, StopReason, Task, Turn
 from arborl.training_run.part_factory import RunPartFactory
+from arborl.types import Call, Completion, Episode, FinishReason, Group, Message, StopReason, Task, Turn
 
 NUMBERS = st.lists(st.floats(-10, 10), min_size=1, max_size=6)
 

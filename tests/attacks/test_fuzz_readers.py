@@ -23,8 +23,7 @@ from arborl.config.load_config import load
 from arborl.data import FileTasks
 from arborl.data.reading.tables import ParquetTable
 from arborl.errors import ConfigError
-from arborl.rollout.episode_store import RolloutRecorder, RolloutReplay
-from arborl.rollout.episode_store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore, RolloutRecorder, RolloutReplay
 from arborl.tools.remote.tool_dispatcher import CallJournal
 from arborl.track.jsonl import JsonlTracker, read_metrics
 from arborl.types import Call, Completion, Episode, FinishReason, Group, Message, Task, ToolCall, Turn

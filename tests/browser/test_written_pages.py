@@ -27,7 +27,9 @@ def files(root, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize(("name", "words"), [("report", "Tokens with the largest gradient"), ("compare", "Settings that differ")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("report", "Tokens with the largest gradient"), ("compare", "Settings that differ")]
+)
 def test_a_page_shows_all_it_has_at_any_width(page, files, name, words):
     page.goto((files / f"{name}.html").as_uri())
     expect(page.locator("body")).to_contain_text(words)

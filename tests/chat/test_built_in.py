@@ -181,7 +181,8 @@ def test_the_amended_template_renders_the_same_by_transformers(model_folder, tok
         theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, chat_template=saved)
         talk = [Message("user", "Hi"), Message("assistant", "Hm."), Message("tool", "12"), Message("tool", "13")]
         expected = theirs.apply_chat_template(
-            [NO_ESCAPING.message(message) for message in talk], tools=NO_ESCAPING.tools(TOOLS), add_generation_prompt=True,
+            [NO_ESCAPING.message(message) for message in talk], tools=NO_ESCAPING.tools(TOOLS),
+            add_generation_prompt=True,
             tokenize=False,
         )  # fmt: skip
         assert renderer.text(talk, TOOLS) == expected

@@ -69,7 +69,9 @@ def test_white_space_around_blocks_is_treated_as_transformers_treats_it(tokenize
         "{% for m in messages %}\n    {% if m.role == 'user' %}\n  {{ m.content }}\n    {% endif %}\n{% endfor %}\n"
     )
     theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, chat_template=source)
-    expected = theirs.apply_chat_template([NO_ESCAPING.message(message) for message in (USER, CALL, USER)], tokenize=False)
+    expected = theirs.apply_chat_template(
+        [NO_ESCAPING.message(message) for message in (USER, CALL, USER)], tokenize=False
+    )
     assert Template(source, None, None).render([USER, CALL, USER], (), generation=False) == expected
 
 

@@ -23,6 +23,7 @@ from arborl.config.load_config import load
 from arborl.diagnosis.finding import Finding, run_checks
 from arborl.errors import ConfigError
 from arborl.trainer.policy_comparison import PolicyResult
+from arborl.training_run.measure import MeasureOptions
 
 
 def call(*arguments: str) -> Result:
@@ -38,7 +39,7 @@ class FakeApi:
     def train(self, config: RunConfig, *, resume: str | None = None, stub: bool = False, profile: bool = False) -> None:
         self.calls.append((config, resume, stub))
 
-    def measure(self, names: Sequence[str], request: Asked) -> list[PolicyResult]:
+    def measure(self, names: Sequence[str], request: MeasureOptions) -> list[PolicyResult]:
         if names == ["unknown"]:
             raise ConfigError("no model is called 'unknown'.")
         sampled = PolicyResult(names[0], "sampled", {"success": 0.25, "tasks": float(len(request.overrides))})
@@ -280,7 +281,9 @@ def test_python_m_arborl_is_the_same_program(here: Path) -> None:
 
 
 def test_parts_of_the_current_folder_are_found(here: Path) -> None:
-    (here / "hilo.py").write_text("from arborl.envs.games.frozen_lake import FrozenLake\nclass HiLo(FrozenLake):\n    pass\n")
+    (here / "hilo.py").write_text(
+        "from arborl.envs.games.frozen_lake import FrozenLake\nclass HiLo(FrozenLake):\n    pass\n"
+    )
     (here / "broken.py").write_text("import arborl\n\nclass HiLo:\n    size = missing\n")
     script = Path(sys.executable).with_name("arborl")
     for words in (["env", "check", "hilo:HiLo"], ["train", "env=hilo:HiLo", "seed=-1"]):

@@ -405,7 +405,9 @@ def test_a_run_s_file_travels_with_its_name_and_writes_where_nothing_removes_it(
     assert words[6] == "name=lake"
     assert words[7].startswith("output_dir=~/runs/lake-")
     assert list(files) == ["run.yaml"]
-    words, files = train_command(fleet, [str(file), "output_dir=/data/x"], tmp_path, cluster_jobs.collect_files(tmp_path))
+    words, files = train_command(
+        fleet, [str(file), "output_dir=/data/x"], tmp_path, cluster_jobs.collect_files(tmp_path)
+    )
     assert words[4:] == ["lake/run.yaml", "output_dir=/data/x", "name=lake"]
     assert sorted(files) == ["lake/parts.py", "lake/run.yaml"]
     assert cluster_jobs.pack(files) == cluster_jobs.pack(dict(reversed(files.items())))

@@ -11,8 +11,6 @@ import time
 
 import pytest
 
-from arborl.training_run import train
-from arborl.training_run.build import build
 from arborl.cluster.placement import ray_cluster
 from arborl.cluster.placement.actors import ClusterActor, VersionMismatch, check_versions, versions
 from arborl.cluster.placement.ray_cluster import ClusterNode, find_node, gpus_of

@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from arborl.training_run import train
 from arborl.config.load_config import load
 from arborl.rollout.episode_store import EpisodeStore
 from arborl.track.jsonl import read_metrics

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from arborl.training_run import train
 from arborl.config.load_config import load
 from arborl.learner.distributed.rank_connections import interface_of
 from arborl.track.jsonl import read_metrics

@@ -21,7 +21,6 @@ from arborl import (
     reward_function,
     train,
 )
-from arborl.training_run.build import build
 from arborl.conversational import trl_trainer as wrapper_module
 from arborl.conversational.agent_training import run_config
 from arborl.conversational.trl_trainer import episode_tokens, fail_branched, rollout_batch, rollout_config

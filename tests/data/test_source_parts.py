@@ -13,8 +13,6 @@ import pytest
 from arborl import checkpoint
 from arborl.algorithms import make_algorithm
 from arborl.algorithms.combined_algorithms import SourceWeightedAlgorithm
-from arborl.training_run import train
-from arborl.training_run.build import build
 from arborl.config.algorithm_config import AlgorithmConfig
 from arborl.config.config_base import dump_yaml
 from arborl.config.load_config import from_kwargs, load

@@ -139,7 +139,10 @@ def test_demonstrations_come_first_then_beside_and_both_phases_go_on_exactly(fil
 
 
 def test_demonstrations_may_come_from_a_function_and_have_a_learning_rate_of_their_own(tmp_path):
-    rows = "demonstrations.rows={name: 'arborl.seedling.transcript_rows:transcript_rows', args: {kind: frozen_lake, count: 12}}"
+    rows = (
+        "demonstrations.rows={name: 'arborl.seedling.transcript_rows:transcript_rows', "
+        "args: {kind: frozen_lake, count: 12}}"
+    )
     own = [rows, "demonstrations.rows.args.skill=0.5", "demonstrations.imitation_lr=3e-3", "learner.lr=1e-4"]
     train(load(None, [*DEMONSTRATED, *own, f"output_dir={tmp_path / 'run'}"]))
     steps = [row for row in settled(tmp_path / "run") if "policy/loss" in row]

@@ -7,6 +7,7 @@ import pytest
 from arborl.envs.checker import check_env
 from arborl.envs.games.conversation import CONVERSATION_CONFIGS, EMPTY, END, Conversation, Persona, Scenario, UserLine
 from arborl.envs.games.conversation_presets import read_scenario, split_pairs
+from arborl.rewards.answers import environment
 from arborl.rewards.reward import Rewards
 from arborl.types import Episode, Group, Message, Task, Turn
 

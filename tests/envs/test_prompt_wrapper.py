@@ -22,9 +22,9 @@ from arborl.envs.games.frozen_lake import RULES, FrozenLake
 from arborl.envs.prompt_wrapper import PromptLimits, prepend_system_prompt, wrap_with_prompt
 from arborl.errors import ConfigError
 from arborl.models.model_files import SEEDLING_DIR
+from arborl.rollout.env_workers import Workers
 from arborl.rollout.recorder import EpisodeLimits
 from arborl.rollout.runner import EpisodeFactories, Rollout
-from arborl.rollout.env_workers import Workers
 from arborl.training_run.part_factory import RunPartFactory, replies
 from arborl.types import Message, Sampling, Task
 

@@ -78,7 +78,6 @@ def test_decode_attention(rows, shared, heads, key_heads, size, dtype):
 @pytest.mark.parametrize(("heads", "key_heads", "size", "dtype"), [SHAPES[1], SHAPES[3]])
 def test_attention_of_a_step_in_which_some_sequences_bring_one_token_and_others_many(heads, key_heads, size, dtype):
     from arborl.engines.local import engine_kernels
-
     from arborl.engines.local.shared_prefix import PrefixGrouping, max_groups
 
     torch.manual_seed(0)
@@ -181,7 +180,9 @@ def test_rows_that_are_parts_of_wider_ones_give_the_same():
     torch.manual_seed(0)
     x, y, w = (randn(*shape, dtype=torch.bfloat16) for shape in ((33, 896), (33, 896), (896,)))
     for a, b in zip(
-        engine_kernels.add_norm(x.clone(), y, w, 1e-6), engine_kernels.add_norm(x.clone(), wider(y), w, 1e-6), strict=True
+        engine_kernels.add_norm(x.clone(), y, w, 1e-6),
+        engine_kernels.add_norm(x.clone(), wider(y), w, 1e-6),
+        strict=True,
     ):
         assert torch.equal(a, b)
     both = randn(9, 2 * 4864, dtype=torch.bfloat16)

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from arborl.learner.attention.path_selection import path_error
-from arborl.learner.attention.path_selection import DENSE, ExecutionPath
 from arborl.learner.attention.fused_layers import FUSED_OPS, fused_head
+from arborl.learner.attention.path_selection import DENSE, ExecutionPath, path_error
 from arborl.learner.core.tree_forward import _unfused_head, compute_outputs
 from arborl.models.fast_forward import rotate, signed_sin
 from arborl.models.sampling import DistributionParams

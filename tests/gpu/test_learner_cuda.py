@@ -11,8 +11,7 @@ import torch
 
 from arborl.algorithms.recipe import AlgorithmNeeds
 from arborl.config.run_config import LearnerConfig, LoraConfig
-from arborl.learner.attention.path_selection import path_error
-from arborl.learner.attention.path_selection import ExecutionPath
+from arborl.learner.attention.path_selection import ExecutionPath, path_error
 from arborl.learner.core.learner import Learner
 from arborl.models.lora import add_lora
 from arborl.models.model_loading import load_model, resolve

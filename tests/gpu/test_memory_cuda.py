@@ -11,8 +11,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from arborl.algorithms.recipe import AlgorithmNeeds
 from arborl.config.run_config import LearnerConfig, LoraConfig
-from arborl.learner.core.memory_forecast import GIB, MemoryPlanner
 from arborl.learner.core.learner import Learner
+from arborl.learner.core.memory_forecast import GIB, MemoryPlanner
 from arborl.learner.core.memory_plan import model_sizes
 from arborl.learner.core.tree_forward import max_logit_rows
 from arborl.models.attention import ATTENTION_NAME

@@ -1,4 +1,4 @@
-"""On a GPU, engine_kernels are accepted for all weights in every precision, and rejected once they compute anything else."""
+"""On a GPU, engine kernels are accepted for all weights in every precision and rejected if they are wrong."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from arborl.engines.local.kv_cache import AttentionMetadata
 from arborl.engines.local.model_runner import ModelStep
 from arborl.engines.local.runner_selection import layers_mismatch
 from arborl.engines.local.sampler import SamplingBatch
-from arborl.learner.attention.path_selection import path_error
-from arborl.learner.attention.path_selection import ExecutionPath
+from arborl.learner.attention.path_selection import ExecutionPath, path_error
 from arborl.models.execution_paths import count_fallbacks
 
 pytest.importorskip("triton", reason="engine_kernels need Triton")
@@ -82,7 +81,8 @@ def test_steps_that_sample_nothing_reach_a_busy_gpu_unchanged(device):
     table = np.arange(CONTEXT // 32, dtype=np.int32)[None]
     none = np.zeros(0)
     pieces = [
-        ModelStep(np.full(5, i, np.int32), AttentionMetadata(np.array([5 * i]), np.array([5 * i + 5]), table), none.astype(np.int64),
+        ModelStep(np.full(5, i, np.int32), AttentionMetadata(np.array([5 * i]), np.array([5 * i + 5]), table),
+                  none.astype(np.int64),
              SamplingBatch(none, none.astype(np.int64), none, none, none))
         for i in range(8)
     ]  # fmt: skip

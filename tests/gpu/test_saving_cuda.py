@@ -9,8 +9,8 @@ import torch
 
 from arborl.config.run_config import LearnerConfig
 from arborl.learner.core.checkpoint_files import checkpoint_tensors
-from arborl.learner.core.offload import HostCopier
 from arborl.learner.core.learner import Learner
+from arborl.learner.core.offload import HostCopier
 from arborl.models.model_loading import load_model, resolve
 from arborl.types import Sampling
 

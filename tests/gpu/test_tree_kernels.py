@@ -12,18 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from arborl.learner.attention import tree_plan
-
-from arborl.learner.attention import path_selection
-from arborl.learner.attention.path_selection import PathSelector, path_error
-from arborl.learner.attention.path_selection import DENSE, ExecutionPath
+from arborl.learner.attention import path_selection, tree_plan
 from arborl.learner.attention.kernel_attention import TritonTreeAttention
-from arborl.learner.core.packing import MicroBatch, pack
-from arborl.learner.core.tree_forward import compute_outputs
+from arborl.learner.attention.path_selection import DENSE, ExecutionPath, PathSelector, path_error
 from arborl.learner.attention.tree_attention import DenseAttention
 from arborl.learner.attention.tree_plan import Tile, Tiles
+from arborl.learner.core.packing import MicroBatch, pack
+from arborl.learner.core.tree_forward import compute_outputs
 from arborl.models.attention import NO_LIMITS, AttentionLimits
-from arborl.rollout.token_trees import tree_of_sequences, build_token_trees
+from arborl.rollout.token_trees import build_token_trees, tree_of_sequences
 from arborl.types import Sampling
 
 pytest.importorskip("triton")

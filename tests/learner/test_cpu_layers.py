@@ -48,7 +48,9 @@ def test_norm_and_gate_equal_torchs(shape, threads):
 
     try:
         both_ways(with_weight(FUSED_OPS.norm), with_weight(norm), x, torch.randn(shape[1]))
-        both_ways(lambda a, b: FUSED_OPS.gated(nn.SiLU(), a, b), lambda a, b: gated_activation(nn.SiLU(), a, b), x * 8, y)
+        both_ways(
+            lambda a, b: FUSED_OPS.gated(nn.SiLU(), a, b), lambda a, b: gated_activation(nn.SiLU(), a, b), x * 8, y
+        )
     finally:
         torch.set_num_threads(before)
 

@@ -11,8 +11,7 @@ from learner_fakes import SAMPLING, Fake, assert_same
 
 from arborl.config.run_config import LearnerConfig
 from arborl.learner.core.learner import Learner
-from arborl.rollout.token_trees import downsample_branches
-from arborl.rollout.token_trees import build_token_trees
+from arborl.rollout.token_trees import build_token_trees, downsample_branches
 from arborl.types import Call, Completion, Episode, FinishReason, Group, Task
 
 BRANCHES = 4

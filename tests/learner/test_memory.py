@@ -26,7 +26,6 @@ from arborl.learner.core.memory_forecast import (
 )
 from arborl.learner.core.memory_plan import describe_plan, model_sizes, plan_memory, plan_warning
 from arborl.models.attention import ATTENTION_NAME
-from arborl.models.model_loading import load_model, resolve
 from arborl.models.lora import add_lora
 from arborl.models.model_loading import load_model, resolve
 

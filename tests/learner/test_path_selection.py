@@ -25,8 +25,8 @@ from arborl.learner.attention.path_selection import (
 )
 from arborl.learner.attention.tree_attention import DenseAttention
 from arborl.learner.core.packing import branch_starts, split
-from arborl.models.fused_linear import FUSED_ATTRIBUTE
 from arborl.models.fast_forward import has_fast_forward
+from arborl.models.fused_linear import FUSED_ATTRIBUTE
 from arborl.models.model_loading import compute_device, set_compute_device
 from arborl.types import TokenTree
 

@@ -11,8 +11,8 @@ from learner_fakes import SAMPLING, Fake, batch_of, random_groups
 from arborl.config.run_config import LearnerConfig
 from arborl.learner.core.learner import Learner
 from arborl.learner.core.update_metrics import TermLog
-from arborl.rollout.token_trees import downsample_branches
 from arborl.rollout.term_store import TermStore, gradient_norms
+from arborl.rollout.token_trees import downsample_branches
 
 
 def noted(tiny_llama, groups, **settings):

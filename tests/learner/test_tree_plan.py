@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from arborl.learner.attention.tree_plan import MIN_PROGRAMS, PLAN_ROW, Tile, Tiles, plan, rows_at, shares, tiles_for
 from arborl.learner.core.packing import pack
-from arborl.rollout.token_trees import tree_of_sequences, build_token_trees
+from arborl.rollout.token_trees import build_token_trees, tree_of_sequences
 
 SIDES = st.tuples(st.sampled_from([1, 3, 8, 16]), st.sampled_from([1, 4, 8, 32]))
 

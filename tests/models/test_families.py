@@ -12,9 +12,8 @@ import torch
 from model_families import FAMILIES, LEAN, VOCABULARY, family, plain_logits
 
 from arborl.engines.local import LocalEngine
-from arborl.learner.attention.path_selection import PathSelector
-from arborl.learner.attention.path_selection import ExecutionPath
 from arborl.learner.attention.fused_layers import supports_fused_layers
+from arborl.learner.attention.path_selection import ExecutionPath, PathSelector
 from arborl.learner.core.packing import pack
 from arborl.learner.core.tree_forward import compute_outputs
 from arborl.models.fast_forward import has_fast_forward
@@ -115,5 +114,7 @@ def test_the_quick_ways_are_chosen_and_the_lean_way_where_it_is_known(name, capl
     made = forest(played(name))
     batch = pack(made.trees, [0], made.terms)
     with torch.no_grad():
-        assert PathSelector("blocks")(model, batch) == ExecutionPath("blocks", fused=has_fast_forward(model) and supports_fused_layers(model))
+        assert PathSelector("blocks")(model, batch) == ExecutionPath(
+            "blocks", fused=has_fast_forward(model) and supports_fused_layers(model)
+        )
     assert "not used" not in caplog.text

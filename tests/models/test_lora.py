@@ -13,7 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from arborl.algorithms.recipe import AlgorithmNeeds
-from arborl.training_run.build import build
 from arborl.config.load_config import load
 from arborl.config.run_config import LearnerConfig, LoraConfig
 from arborl.engines.local import LocalEngine

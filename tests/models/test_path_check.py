@@ -17,10 +17,9 @@ from arborl.engines.local.fused_forward import FusedForward
 from arborl.engines.local.model_runner import TorchModelRunner
 from arborl.engines.local.runner_selection import compiled_step_mismatch, layers_mismatch
 from arborl.learner.attention import path_selection
-from arborl.learner.attention.path_selection import path_error
 from arborl.learner.attention.cpu_kernels import supports_cpu_attention
-from arborl.learner.attention.path_selection import ATTENTION_BACKENDS, AttentionBackend, ExecutionPath
 from arborl.learner.attention.fused_layers import supports_fused_layers
+from arborl.learner.attention.path_selection import ATTENTION_BACKENDS, AttentionBackend, ExecutionPath, path_error
 from arborl.learner.attention.tree_attention import DenseAttention
 from arborl.models import fast_forward, fused_linear
 from arborl.models.attention import ATTENTION_NAME, CausalAttention

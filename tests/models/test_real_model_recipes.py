@@ -11,7 +11,7 @@ import pytest
 from arborl.config.load_config import load
 from arborl.config.run_config import RunConfig
 from arborl.envs.env import parse_answer
-from arborl.envs.games.frozen_lake import read_move
+from arborl.envs.games.frozen_lake import parse_move
 from arborl.seedling.problem_transcripts import working
 from arborl.seedling.transcript_rows import mixed_transcript_rows, transcript_rows
 from arborl.tools.library.calculator import calculator

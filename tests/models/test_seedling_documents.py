@@ -44,7 +44,9 @@ def test_careful_players_succeed_with_the_summary_policy():
     tidy = document_transcripts.PlayerStyle(1, 1, 1, 0, 0, 1, 1)
     played = [document_transcripts.play_document(rng, 5000, tidy, summaries=True) for _ in range(10)]
     assert sum(success for _, success in played) >= 7
-    summaries = [reply for player, _ in played for shown, reply in player.replies if shown[-1].content == SUMMARY_REQUEST]
+    summaries = [
+        reply for player, _ in played for shown, reply in player.replies if shown[-1].content == SUMMARY_REQUEST
+    ]
     assert any(": " in reply.content for reply in summaries)
 
 

@@ -69,7 +69,9 @@ def test_a_function_reads_all_that_was_stated_with_the_roles_between():
         Message("assistant", "", tool_calls=(ToolCall("1", "calculator", {"expression": "6*7"}),)),
         Message("tool", "42"),
     )
-    call = Call((1,), Completion((2,), (-1.0,), FinishReason.STOP), 0, messages=requests, reply=Message("assistant", "42"))
+    call = Call(
+        (1,), Completion((2,), (-1.0,), FinishReason.STOP), 0, messages=requests, reply=Message("assistant", "42")
+    )
     one = Episode("e", Task("t"), opening=requests[:1], turns=[Turn(Message("assistant", "42"))], calls=[call])
     called = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6*7"}}\n</tool_call>'
     assert solution(one) == f"{called}\ntool\n42\nassistant\n42"

@@ -7,7 +7,6 @@ import asyncio
 import pytest
 
 from arborl.agents.chat_agents import ChatAgent
-from arborl.training_run.build import build
 from arborl.busy_time import BusyTime
 from arborl.chat import Renderer
 from arborl.config.load_config import load
@@ -19,6 +18,7 @@ from arborl.rollout import runner as module
 from arborl.rollout.env_workers import Workers
 from arborl.rollout.recorder import EpisodeLimits
 from arborl.rollout.runner import ConcurrencyLimit, EpisodeFactories, Rollout
+from arborl.training_run.build import build
 from arborl.types import Sampling, Task
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from arborl.agents.agent_interface import FunctionAgent
 from arborl.chat import Conversations
+from arborl.engines.engine import Engine
 from arborl.engines.local import LocalEngine
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step

@@ -8,9 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arborl.errors import DiskWriteError, ConfigError
+from arborl.errors import ConfigError, DiskWriteError
 from arborl.rollout.episode_store import EpisodeStore, episode_from_json, episode_to_json
-from arborl.types import Call, Completion, Episode, Failure, FinishReason, Group, Message, StopReason, Task, ToolCall, Turn
+from arborl.types import (
+    Call,
+    Completion,
+    Episode,
+    Failure,
+    FinishReason,
+    Group,
+    Message,
+    StopReason,
+    Task,
+    ToolCall,
+    Turn,
+)
 
 numbers = st.floats(allow_nan=False)
 texts = st.text(max_size=12)

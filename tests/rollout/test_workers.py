@@ -23,9 +23,10 @@ from arborl.agents.chat_agents import ChatAgent
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.games.countdown import Countdown
 from arborl.envs.games.frozen_lake import FrozenLake
+from arborl.envs.wrapper import is_blocking
 from arborl.rollout import deadlines
 from arborl.rollout.env_processes import LocalEnvProcess, ProcessEnv, ProcessPool
-from arborl.rollout.env_workers import Workers, blocks
+from arborl.rollout.env_workers import Workers
 from arborl.rollout.episode_store import episode_to_json
 from arborl.rollout.recorder import EpisodeLimits
 from arborl.rollout.runner import EpisodeFactories, Rollout

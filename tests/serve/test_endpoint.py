@@ -23,11 +23,11 @@ from arborl.envs.games.question import Question
 from arborl.errors import ConfigError
 from arborl.rewards.answers import POSTED, posted
 from arborl.rewards.reward import Rewards
-from arborl.rewards.answers import POSTED, posted
 from arborl.rollout.recorder import EpisodeLimits
 from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.rollout.token_trees import build_token_trees
 from arborl.serve.endpoint_agent import EndpointAgent
+from arborl.training_run.build import check
 from arborl.types import Message, Sampling, StopReason, Task
 
 ROOT = Path(__file__).parents[2]

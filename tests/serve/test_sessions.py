@@ -9,12 +9,12 @@ from pathlib import Path
 from serve_clients import client_of
 
 from arborl.agents import FunctionAgent
-from arborl.training_run.build import build_served
 from arborl.config.load_config import load
 from arborl.envs.games.documents_env import Documents
 from arborl.envs.wrapper import inner_attribute
 from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.serve.sessions import AgentSession, ServedAgents
+from arborl.training_run.build import build_served
 from arborl.types import Message, Task
 
 QUESTION = "What is 12 + 30? Answer as <answer>number</answer>."

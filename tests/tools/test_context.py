@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
 from arborl.errors import ConfigError, EpisodeError
-from arborl.tools import TOOLS, EpisodeState, TaskField, Tool, Toolbox, ToolContext, as_tool
-from arborl.tools import tool
+from arborl.tools import TOOLS, EpisodeState, TaskField, Tool, Toolbox, ToolContext, as_tool, tool
 from arborl.tools.core.tool_context import _longest_prefix, count_tokens, truncate
 from arborl.types import Task, ToolCall
 

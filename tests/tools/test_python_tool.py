@@ -1,8 +1,7 @@
 import asyncio
 
 from arborl.sandbox import SandboxLimits, SandboxPool
-from arborl.tools import TOOLS, Toolbox, ToolContext
-from arborl.tools import tool
+from arborl.tools import TOOLS, Toolbox, ToolContext, tool
 from arborl.tools.library.python import PythonSession, python, python_once
 from arborl.types import ToolCall
 

@@ -90,9 +90,7 @@ def in_time(test):
                     late = error
             if lateness.worst <= GRACE_SECONDS:
                 raise late
-        pytest.skip(
-            f"this machine wakes sleepers {lateness.worst:.2f} s late, so the delay cannot be measured"
-        )
+        pytest.skip(f"this machine wakes sleepers {lateness.worst:.2f} s late, so the delay cannot be measured")
 
     return tried
 

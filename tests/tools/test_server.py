@@ -11,8 +11,7 @@ pytest.importorskip("fastapi", reason="the extra 'serve'")
 pytest.importorskip("prometheus_client", reason="the extra 'serve'")
 
 from arborl.errors import ConfigError
-from arborl.tools import EpisodeState, TaskField
-from arborl.tools import tool
+from arborl.tools import EpisodeState, TaskField, tool
 from arborl.tools.core.arguments import ArgumentError
 from arborl.tools.library.calculator import calculator
 from arborl.tools.library.python import python

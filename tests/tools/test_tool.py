@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.tools import Tool
-
-from arborl.tools import tool
+from arborl.tools import Tool, tool
 from arborl.tools.core import background_threads
 from arborl.tools.core.arguments import parse_docstring
 from arborl.types import ToolResult

@@ -19,8 +19,7 @@ from arborl.config.load_config import from_kwargs, load
 from arborl.config.run_config import RunConfig
 from arborl.config.tool_config import ToolConfig
 from arborl.errors import ConfigError
-from arborl.tools import TOOLS, RateLimit, Toolbox
-from arborl.tools import tool
+from arborl.tools import TOOLS, RateLimit, Toolbox, tool
 from arborl.tools.core.call_policy import CallPolicy, LimitedTool
 from arborl.tools.tool_loader import ToolLoader
 from arborl.types import ToolCall, ToolResult, ToolSpec

@@ -5,8 +5,7 @@ import time
 import pytest
 
 from arborl.errors import ConfigError
-from arborl.tools import TOOLS, Toolbox
-from arborl.tools import tool
+from arborl.tools import TOOLS, Toolbox, tool
 from arborl.types import ToolCall
 
 

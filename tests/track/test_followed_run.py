@@ -142,7 +142,10 @@ def test_the_log_has_what_the_console_said_and_more_and_goes_on_after_a_resume(f
     ):
         assert said in text, said
     assert text.count("process ") == 2  # two lives
-    assert "WARNING arborl.track.background_tracker: the tracker Grumpy failed (log: RuntimeError: not today) and is dropped" in text
+    assert (
+        "WARNING arborl.track.background_tracker: the tracker Grumpy failed "
+        "(log: RuntimeError: not today) and is dropped" in text
+    )
 
 
 def test_no_file_of_the_run_holds_a_secret(followed):

@@ -98,7 +98,10 @@ def test_secrets_stay_out_of_it_in_messages_tracebacks_and_the_command(tmp_path,
 def test_what_a_live_display_shows_in_another_form_is_there_as_plain_lines(tmp_path):
     drawn = io.StringIO()
     terminal = RichConsole(file=drawn, force_terminal=True, width=80)
-    with RunLog(tmp_path / "run.log") as log, Console(3, ["lake", "into x"], console=terminal, on_line=log.say) as shown:
+    with (
+        RunLog(tmp_path / "run.log") as log,
+        Console(3, ["lake", "into x"], console=terminal, on_line=log.say) as shown,
+    ):
         shown.progress("measuring")
         shown.log({"reward/mean": 0.5, "time/step": 1.0}, 1)
         shown.note("[red]stays[/]")

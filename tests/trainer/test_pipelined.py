@@ -22,6 +22,8 @@ from arborl.track.tracker import Trackers
 from arborl.trainer.learner_thread import LearnerThread
 from arborl.trainer.trainer import Trainer
 from arborl.trainer.training_batch import prepare_batch
+from arborl.training_run import train
+from arborl.training_run.build import build
 
 SMALL = [
     "rollout.tasks_per_step=2", "rollout.group_size=3", "env.args.size=3", "env.args.max_steps=4", "threads=1",

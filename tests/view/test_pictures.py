@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from arborl.view.sources import sources_of
 from PIL import Image
 
 from arborl.types import Call, Completion, Episode, FinishReason, Task
 from arborl.view import context_length, plot_sources, write_report
 from arborl.view.context_length import edits_itself, lengths
+from arborl.view.curve import sources_of
 
 
 def episode(*prompts: int) -> Episode:

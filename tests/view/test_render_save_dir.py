@@ -10,6 +10,7 @@ from PIL import Image
 import arborl
 from arborl.envs.env import Env, Observation, Step
 from arborl.rollout.runner import EpisodeFactories
+from arborl.training_run.artifacts import EpisodeRenderer, extremes
 from arborl.types import Call, Completion, Episode, FinishReason, Group, Message, Task, Turn
 from arborl.view import replay
 from arborl.view.gif import turn_text

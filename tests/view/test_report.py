@@ -14,7 +14,8 @@ from arborl.rollout.episode_store import EpisodeStore
 from arborl.track import JsonlTracker
 from arborl.types import Call, Completion, Episode, Failure, FinishReason, Group, Message, StopReason, Task, Turn
 from arborl.view import Frame, save_gif, write_report
-from arborl.view.web.token_text import pieces, transcript
+from arborl.view.transcript import transcript
+from arborl.view.web.token_text import pieces
 
 EVIL = "<script>alert('x')</script> & \"quoted\""
 VOID = {"meta", "img"}

@@ -16,7 +16,7 @@ from web_runs import CONTROL, EVIL, add_metrics, made_run, write_step
 
 from arborl.view import Frame, save_gif
 from arborl.view.web.app import make_app
-from arborl.view.web.index import UNUSED, EpisodeIndex, delete_unused
+from arborl.view.web.index import MAX_AGE_SECONDS, EpisodeIndex, delete_unused
 
 HERE = {"run": "a", "kind": "train", "step": 2, "line": 1}
 
@@ -285,7 +285,7 @@ def test_another_folder_in_the_place_of_a_run_has_an_index_of_its_own(tmp_path):
 
 
 def test_an_index_that_nobody_opened_for_long_is_deleted(tmp_path):
-    for name, age in (("old", UNUSED + 60), ("new", 60)):
+    for name, age in (("old", MAX_AGE_SECONDS + 60), ("new", 60)):
         for end in ("", "-wal"):
             (tmp_path / f"{name}.sqlite3{end}").touch()
         os.utime(tmp_path / f"{name}.sqlite3", (time.time() - age,) * 2)

@@ -18,8 +18,8 @@ from arborl.chat.formats.react_format import ReactParser, final_answer
 from arborl.envs.env import Env
 from arborl.errors import ConfigError
 from arborl.tools import TOOLS
-from arborl.tools.core.tool_context import ToolContext
 from arborl.tools.core.tool import AnyTool
+from arborl.tools.core.tool_context import ToolContext
 from arborl.tools.core.toolbox import Toolbox, as_tool
 from arborl.types import Message, Task, ToolCall, ToolResult, ToolSpec
 

@@ -17,8 +17,7 @@ from arborl.algorithms.custom_functions import FindObject
 from arborl.algorithms.recipe import Algorithm, AlgorithmNeeds, Recipe, drop_metrics
 from arborl.algorithms.selection import select
 from arborl.algorithms.token_losses import LossParts, ModelOutputs, TermBatch
-from arborl.config.algorithm_config import AlgorithmConfig
-from arborl.config.algorithm_config import TrustRegionConfig
+from arborl.config.algorithm_config import AlgorithmConfig, TrustRegionConfig
 from arborl.registry import load
 from arborl.types import NOT_SAMPLED, Group, Ints, Metrics, Terms
 

@@ -21,8 +21,7 @@ from arborl.algorithms.reward_arrays import kl_costs, with_overlong_penalty
 from arborl.algorithms.selection import reasons, select
 from arborl.algorithms.statistics import whitened, whitened_by_token
 from arborl.algorithms.token_losses import KL, LossParts, ModelOutputs, TermBatch, adapt_kl_coef, value_loss
-from arborl.config.algorithm_config import AlgorithmConfig, settings_read_by_loss
-from arborl.config.algorithm_config import TrustRegionConfig
+from arborl.config.algorithm_config import AlgorithmConfig, TrustRegionConfig, settings_read_by_loss
 from arborl.registry import load
 from arborl.types import Floats, Group, Metrics, Terms
 
@@ -244,7 +243,9 @@ class Recipe(Algorithm):
         config, factor = self.config, np.ones(len(terms))
         if config.importance_weights.kind != "none" and len(terms):
             of = terms.call if config.sequence == "call" else terms.episode
-            ratio = ratios(terms.proximal - terms.logprob, of if config.importance_weights.level == "sequence" else None)
+            ratio = ratios(
+                terms.proximal - terms.logprob, of if config.importance_weights.level == "sequence" else None
+            )
             factor = importance_weights(config.importance_weights.kind, ratio, *config.importance_weights.bounds)
             self.credit_metrics |= {
                 "importance_weight/clipped": float((factor != ratio).mean()),

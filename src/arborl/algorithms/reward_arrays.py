@@ -28,12 +28,16 @@ TRUNCATED_STOPS = (*OUT_OF_ROOM, StopReason.TRUNCATED)
 
 def is_overlong(episode: Episode) -> bool:
     """Whether a limit of length ended the episode."""
-    return episode.stop in OUT_OF_ROOM or bool(episode.calls and episode.calls[-1].completion.finish is FinishReason.LENGTH)
+    return episode.stop in OUT_OF_ROOM or bool(
+        episode.calls and episode.calls[-1].completion.finish is FinishReason.LENGTH
+    )
 
 
 def cut_rows(groups: Sequence[Group], terms: Terms) -> Ints:
     """The last term of each truncated episode."""
-    cut = np.array([episode.stop in TRUNCATED_STOPS for group in groups for episode in group.valid_episodes], dtype=bool)
+    cut = np.array(
+        [episode.stop in TRUNCATED_STOPS for group in groups for episode in group.valid_episodes], dtype=bool
+    )
     episodes, ahead = np.unique(terms.episode[::-1], return_index=True)
     return np.asarray(len(terms) - 1 - ahead[cut[episodes]], dtype=np.int64)
 

@@ -38,8 +38,8 @@ STATES = {
 
 def open_fleet(file: Path) -> SshCluster:
     """The cluster of a file; progress is printed on standard error."""
-    from arborl.cluster.launcher.ssh_cluster import SshCluster
     from arborl.cluster.launcher.cluster_spec import read_cluster_spec
+    from arborl.cluster.launcher.ssh_cluster import SshCluster
 
     if file == DEFAULT_FILE and not file.exists():
         raise ConfigError(
@@ -96,7 +96,7 @@ def logs(
     def print_line(where: str, name: str, line: str) -> None:
         typer.echo(line if job else f"{where} {name}: {line}")
 
-    _exit_on(logs(fleet, hosts, print_line, names, lines, follow))
+    _exit_on(read_logs(fleet, hosts, print_line, names, lines, follow))
 
 
 @cluster.command(cls=SettingsCommand, context_settings=SETTINGS)
@@ -113,14 +113,13 @@ def submit(
 
     Prints its output and exits with its exit code. Ctrl-C stops the job; a lost connection does not.
     """
-    from arborl.cluster.launcher.cluster_jobs import collect_files
-    from arborl.cluster.launcher.cluster_jobs import submit as start
+    from arborl.cluster.launcher.cluster_jobs import collect_files, submit_job
 
     fleet = open_fleet(config)
     files = collect_files(working_dir) if working_dir is not None else None
     if command[0].endswith(".yaml"):
         command, files = train_command(fleet, command, working_dir, files)
-    job = start(fleet, command, files, not detach, lambda line: typer.echo(line))
+    job = submit_job(fleet, command, files, not detach, lambda line: typer.echo(line))
     if detach:
         typer.echo(job.id)
         return
@@ -134,7 +133,7 @@ def train_command(
     fleet: SshCluster, words: list[str], folder: Path | None, files: dict[str, bytes] | None
 ) -> tuple[list[str], dict[str, bytes]]:
     """`arborl train` with an uploaded file. The configuration is checked here first."""
-    from arborl.config.load_config import load, format_override
+    from arborl.config.load_config import format_override, load
 
     paths, settings = split_settings(words)
     file = Path(one_path(paths, "file") or "")

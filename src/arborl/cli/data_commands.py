@@ -79,8 +79,8 @@ def inspect(
 ) -> None:
     """Print columns, lengths and sources of a file, and three prompts as the model reads them."""
     from arborl.chat import Renderer
-    from arborl.data.reading.table_files import open_table
     from arborl.data.reading.row_reader import RowReader
+    from arborl.data.reading.table_files import open_table
     from arborl.models.model_loading import resolve
 
     table, reader = open_table(Path(file)), RowReader(Path(file).stem, question)

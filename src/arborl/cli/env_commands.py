@@ -363,8 +363,8 @@ def _bare(text: str) -> str:
 
 def model_player(config: RunConfig, task: Task, seed: int) -> tuple[Player, int]:
     """A player that repeats an episode of the model, which is played first; and the seed of its environment."""
-    from arborl.training_run.build import build
     from arborl.seeds import derive
+    from arborl.training_run.build import build
 
     episode = asyncio.run(build(config).rollout.play(task, seed, f"{task.id}#0"))
     if episode.failure is not None:

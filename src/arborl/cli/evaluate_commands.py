@@ -67,7 +67,10 @@ def evaluate(
 
     where = {} if base_url is None else {"base_url": base_url}
     results = training_run.measure(
-        names, training_run.MeasureOptions(settings, temperature or (), attempts, prompts, key=api_key_env, trust=trust, **where)
+        names,
+        training_run.MeasureOptions(
+            settings, temperature or (), attempts, prompts, key=api_key_env, trust=trust, **where
+        ),
     )
     for path in output or ():
         write_results(results, path)
@@ -84,7 +87,7 @@ def evaluate(
 
 def results_json(results: Sequence[PolicyResult], replies: bool) -> str:
     """The replies, or the metrics, as JSON."""
-    from arborl.view.policy_table import results_as_dict, episodes
+    from arborl.view.policy_table import episodes, results_as_dict
 
     data = list(episodes(results)) if replies else results_as_dict(results)
     return json.dumps(data, indent=2, ensure_ascii=False, default=str)
@@ -213,9 +216,9 @@ def rollout(
 
     from rich.console import Console
 
-    from arborl.training_run.build import build
     from arborl.cli.env_commands import model_folder
     from arborl.config.load_config import load
+    from arborl.training_run.build import build
 
     options = {"env.name": env, "agent.name": agent, "model.name": str(model_folder(model)) if model else ""}
     options |= {} if seed is None else {"seed": str(seed)}

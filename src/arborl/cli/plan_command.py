@@ -16,7 +16,7 @@ from arborl.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from arborl.cluster.planner.run_planner import RunPlanner, PlacementPlan
+    from arborl.cluster.planner.run_planner import PlacementPlan, RunPlanner
     from arborl.cluster.planner.workload import Workload
     from arborl.config.run_config import RunConfig
 

@@ -202,11 +202,11 @@ def convert(
     ] = None,
 ) -> None:
     """Convert a script of verl, AgentFly or ROLL. Writes a configuration and reports on every key."""
-    from arborl.training_run.build import check
     from arborl.config.config_base import validate
     from arborl.config.run_config import RunConfig
     from arborl.convert import convert as read
     from arborl.convert.conversion_report import as_yaml, rows
+    from arborl.training_run.build import check
 
     draft = read(system, files, _parse_pairs(use or ()))
     tree = draft.tree()

@@ -256,7 +256,7 @@ class ChatTerminal:
             self.console.print("none", markup=False)
 
     def save(self, name: str) -> None:
-        from arborl.rollout.episode_store import json_line, episode_to_json
+        from arborl.rollout.episode_store import episode_to_json, json_line
 
         if not name:
             self.console.print("/save FILE", markup=False)

@@ -173,8 +173,7 @@ def tune(
 def run_study(plan: StudyPlan, objective: RunObjective, backend: str, keep: str) -> None:
     """Search, print a line for each trial, and show the result."""
     from arborl.tune.backends import find_backend
-    from arborl.tune.study import KeepBestCheckpoint
-    from arborl.tune.study import search
+    from arborl.tune.study import KeepBestCheckpoint, search
 
     chosen = find_backend(backend)
     objective.check(plan.space)
@@ -203,8 +202,7 @@ def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 def read_space_options(space: str | None, params: Sequence[str]) -> dict[str, Domain]:
     """The search space of a file or name, with single parameters that override it."""
-    from arborl.tune.space import SPACES, get_search_space
-    from arborl.tune.space import read_space_file, read_param, read_space
+    from arborl.tune.space import SPACES, get_search_space, read_param, read_space, read_space_file
 
     domains: dict[str, Domain] = {}
     if space is not None and space in SPACES:

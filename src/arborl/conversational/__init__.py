@@ -30,7 +30,6 @@ from arborl.conversational.multi_turn_agent import ConversationMemory, MultiTurn
 from arborl.conversational.reward_training import NeuralRewardTrainer
 from arborl.conversational.trl_trainer import TRLGRPOTrainerWrapper
 from arborl.rewards.reward_model import NeuralReward
-from arborl.rewards.text.text_reward import RewardFunction, RewardResult, reward_function
 from arborl.rewards.text.composite import CompositeReward, MultiObjectiveReward
 from arborl.rewards.text.domain_rewards import CustomerServiceReward, SalesAssistantReward, TechnicalSupportReward
 from arborl.rewards.text.library_rewards import (
@@ -42,6 +41,7 @@ from arborl.rewards.text.library_rewards import (
     SimilarityAwareReward,
     TaskCompletionReward,
 )
+from arborl.rewards.text.text_reward import RewardFunction, RewardResult, reward_function
 
 __all__ = [
     "CONVERSATION_CONFIGS",

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from arborl import checkpoint
-from arborl.training_run.entry_points import train_async
-from arborl.training_run.object_names import name_objects
 from arborl.config.load_config import from_kwargs
 from arborl.config.run_config import RunConfig
 from arborl.conversational.callbacks import Callback, CallbackHook, CheckpointCallback
@@ -17,6 +15,8 @@ from arborl.conversational.config import GSPOConfig, TrainingConfig, ValueFuncti
 from arborl.conversational.environment import Environment, split_rows
 from arborl.conversational.multi_turn_agent import MultiTurnAgent
 from arborl.errors import ConfigError, did_you_mean
+from arborl.training_run.entry_points import train_async
+from arborl.training_run.object_names import name_objects
 
 log = logging.getLogger("arborl.conversational")
 

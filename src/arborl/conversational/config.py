@@ -15,9 +15,8 @@ from typing import Any, Literal, Self
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from arborl.agents.context.managed_conversation import ContextPolicy, stateset_context
-from arborl.config.algorithm_config import settings_read
+from arborl.config.algorithm_config import BY_LOSS, PRESETS, settings_read
 from arborl.config.config_base import Config, explain
-from arborl.config.algorithm_config import BY_LOSS, PRESETS
 from arborl.errors import ConfigError, did_you_mean
 from arborl.models.model_files import read_model_config, resolve
 
@@ -114,7 +113,7 @@ class AgentConfig(MutableConfig):
     stub_responses: tuple[str, ...] = STUB_RESPONSES
     enable_context_compression: bool = False
     compression_ratio: float = Field(0.5, gt=0, le=1)
-    """Share of the context that is kept, or that triggers a summary (see `arborl.agents.context.managed_conversation`)."""
+    """Share of the context that is kept, or that triggers a summary (`arborl.agents.context.managed_conversation`)."""
     compression_strategy: Literal["summary", "truncate", "sliding_window"] = "summary"
     seed: int = Field(0, ge=0)
     """Seed of replies in use; training has its own."""

@@ -16,8 +16,6 @@ from statistics import fmean
 from typing import Any
 
 from arborl.conversational.config import EVAL_SHARE
-from arborl.envs.games.conversation import CONVERSATION_CONFIGS, Conversation, Persona, Scenario
-from arborl.envs.games.conversation import read_scenarios
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.games.conversation import CONVERSATION_CONFIGS, Conversation, Persona, Scenario, read_scenarios
 from arborl.errors import ConfigError
@@ -209,14 +207,16 @@ class ConversationEnvironment(Environment):
     """A user with the lines of a scenario; the user speaks first.
 
     Args:
-        scenarios: each `{"id", "topic", "user_responses": [...], "metadata"}`; see `arborl.envs.games.conversation`. Default:
+        scenarios: each `{"id", "topic", "user_responses": [...], "metadata"}`; see `arborl.envs.games.conversation`.
+            Default:
             those of `preset`.
         max_turns: replies of the agent at most.
         randomize_scenarios: whether scenarios have a new order in every epoch.
         preset: `customer_service`, `technical_support` or `sales`.
         eval_scenarios: scenarios for evaluation; default: one in ten of the others is held out.
         system: system prompt of agents without their own; default: the preset's.
-        more: other arguments of `arborl.envs.games.conversation.Conversation` (`personas`, `user`, `topics`, `order`, …).
+        more: other arguments of `arborl.envs.games.conversation.Conversation` (`personas`, `user`,
+            `topics`, `order`, …).
 
     Example:
         ConversationEnvironment(scenarios=[{"id": "hello", "user_responses": ["Hello!", "Who are you?"]}], max_turns=6)

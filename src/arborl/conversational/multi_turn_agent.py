@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from arborl.agents.agent_interface import Model
-from arborl.agents.context.managed_conversation import ContextPolicy
-from arborl.agents.context.managed_conversation import ManagedConversation
+from arborl.agents.context.managed_conversation import ContextPolicy, ManagedConversation
 from arborl.chat import Renderer
 from arborl.chat.messages import read_messages
 from arborl.checkpoint import check_model
@@ -63,7 +62,10 @@ class ModelConversation:
             return await self.model.chat(messages)
         if self.talk is None or not self.is_continued_by(messages):
             opening = next((i for i, message in enumerate(messages) if message.role == "assistant"), len(messages))
-            self.talk, self.messages = ManagedConversation(self.model, messages[:opening], self.policy), tuple(messages[:opening])
+            self.talk, self.messages = (
+                ManagedConversation(self.model, messages[:opening], self.policy),
+                tuple(messages[:opening]),
+            )
         for message in messages[len(self.messages) :]:
             if message.role == "assistant":
                 self.talk.add(message)

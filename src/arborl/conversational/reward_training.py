@@ -23,20 +23,18 @@ from arborl.config.load_config import is_text
 from arborl.config.run_config import RunConfig
 from arborl.config.training_config import LearnerConfig
 from arborl.conversational.environment import MultiTurnTrajectory
+from arborl.data.reading.row_reader import OfflineRowReader, messages_of_cell
 from arborl.data.reading.table_files import open_table
-from arborl.data.reading.row_reader import OfflineRowReader
-from arborl.data.reading.row_reader import messages_of_cell
 from arborl.errors import ConfigError, RunStopped, disk_errors
 from arborl.models.model_files import read_model_config, resolve
-from arborl.rewards.reward_model import NeuralReward
-from arborl.rewards.reward_model import RewardModelRecord, conversation_tokens, up_to_reply
-from arborl.rewards.text.text_reward import finite
+from arborl.rewards.reward_model import NeuralReward, RewardModelRecord, conversation_tokens, up_to_reply
 from arborl.rewards.text.text_measures import ConversationTurn
+from arborl.rewards.text.text_reward import finite
 from arborl.seeds import generator
 from arborl.types import Message
 
 if TYPE_CHECKING:  # needs torch
-    from arborl.learner.core.pairwise import TextPair, PairLearner, EpochMetrics
+    from arborl.learner.core.pairwise import EpochMetrics, PairLearner, TextPair
 
 log = logging.getLogger(__name__)
 
@@ -131,9 +129,9 @@ class NeuralRewardTrainer:
         return NeuralReward(folder.absolute(), device=self.device, dtype=self.dtype)
 
     def _train(self, stop: threading.Event) -> Path:
-        from arborl.training_run.run_folder import claimed
         from arborl.learner.core.pairwise import UNINFORMED_LOSS, PairLearner, fit
         from arborl.models.output_heads import SequenceScorer
+        from arborl.training_run.run_folder import claimed
 
         config = RunConfig(name="neural-reward", output_dir=self.output_dir)
         source = resolve(self.model_name, "model_name")

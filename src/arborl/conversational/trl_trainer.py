@@ -23,21 +23,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from arborl import checkpoint
-from arborl.training_run import run_folder as folders
-from arborl.training_run.artifacts import write_artifacts
-from arborl.training_run.build import RunParts, build
 from arborl.config.algorithm_config import KLConfig
 from arborl.config.run_config import RunConfig
 from arborl.conversational.agent_training import check_arguments, resolve_config, run_config, trained_agent
 from arborl.conversational.config import TrainingConfig
 from arborl.conversational.environment import Environment
 from arborl.conversational.multi_turn_agent import MultiTurnAgent
+from arborl.diagnosis.run_monitor import FailureMonitor
 from arborl.errors import ConfigError, EpisodeError
 from arborl.models.model_files import read_model_config, resolve
 from arborl.rollout.episode_store import EpisodeStore
 from arborl.seeds import derive
 from arborl.track.jsonl import JsonlTracker
-from arborl.diagnosis.run_monitor import FailureMonitor
+from arborl.training_run import run_folder as folders
+from arborl.training_run.artifacts import write_artifacts
+from arborl.training_run.build import RunParts, build
 from arborl.types import Episode, Metrics
 
 if TYPE_CHECKING:  # needs torch

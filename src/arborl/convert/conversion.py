@@ -136,7 +136,9 @@ def _finish(draft: Draft) -> None:
     }
     loss, advantage = algorithm.get("loss", base.loss), algorithm.get("advantage", base.advantage)
     filled = {name: getattr(base, name) for name in type(base).model_fields}
-    reads = settings_read(filled | {"loss": loss, "advantage": advantage} | algorithm | {"importance_weights": _guard(algorithm)})
+    reads = settings_read(
+        filled | {"loss": loss, "advantage": advantage} | algorithm | {"importance_weights": _guard(algorithm)}
+    )
     for key in algorithm:
         if key.partition(".")[0] not in reads and key.partition(".")[0] in type(base).model_fields:
             draft.undo(f"algorithm.{key}", f"algorithm={base.name} does not read it")
@@ -153,7 +155,11 @@ def _known_preset(name: Any) -> Any:
 
 
 def _guard(algorithm: Mapping[str, Any]) -> dict[str, Any]:
-    return {key.removeprefix("importance_weights."): value for key, value in algorithm.items() if key.startswith("importance_weights.")}
+    return {
+        key.removeprefix("importance_weights."): value
+        for key, value in algorithm.items()
+        if key.startswith("importance_weights.")
+    }
 
 
 def _explain_environment(draft: Draft, collected: SourceKeys) -> None:

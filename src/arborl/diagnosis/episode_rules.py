@@ -202,7 +202,9 @@ def _evidence(
 
 
 def _calls(episodes: Sequence[StepEpisode]) -> list[tuple[StepEpisode, Call]]:
-    return [(one, call) for one in without_failures(episodes) if not one.episode.is_offline for call in one.episode.calls]
+    return [
+        (one, call) for one in without_failures(episodes) if not one.episode.is_offline for call in one.episode.calls
+    ]
 
 
 def _extends(before: Call, call: Call) -> bool:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from arborl.algorithms.recipe import AlgorithmNeeds
-from arborl.training_run.build import RunParts, build, make_renderer
 from arborl.checkpoint import check_model
 from arborl.config.run_config import RunConfig
 from arborl.diagnosis.finding import Evidence, Finding, State, run_checks
@@ -25,6 +24,7 @@ from arborl.seeds import derive
 from arborl.trainer.step_metrics import batch_metrics, episode_metrics
 from arborl.trainer.training_batch import prepare_batch
 from arborl.trainer.weight_probe import StaleEngine, WeightSyncProbe
+from arborl.training_run.build import RunParts, build, make_renderer
 from arborl.types import NOT_SAMPLED, Episode, Forest, Group, Metrics, Terms
 
 BROKEN = "The model, or a part that the configuration names, is broken: fix it, or name another."

@@ -193,7 +193,9 @@ class Rewards:
 
     def metrics(self) -> Metrics:
         """Time in which a reward was running since the last call, and calls that hang in threads."""
-        stuck = sum(count for name, count in (abandoned_calls.stuck() - self.stuck_before).items() if is_reward_call(name))
+        stuck = sum(
+            count for name, count in (abandoned_calls.stuck() - self.stuck_before).items() if is_reward_call(name)
+        )
         metrics = {"time/rewards": self.busy_time.busy(), "rewards/calls_stuck": float(stuck)}
         return metrics | (self.remote.metrics() if self.remote is not None else {})
 

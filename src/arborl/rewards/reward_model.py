@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arborl.chat import Renderer
-from arborl.errors import ConfigError, paused_deadlines, disk_errors
-from arborl.models.model_files import read_model_config, is_model_folder
+from arborl.errors import ConfigError, disk_errors, paused_deadlines
+from arborl.models.model_files import is_model_folder, read_model_config
 from arborl.rewards.reward import Reward
 from arborl.rewards.text.text_measures import as_turns, episode_of
 from arborl.rewards.text.text_reward import Context, RewardFunction, RewardResult, Turns

@@ -1,7 +1,8 @@
 """Sync reward functions in threads: a blocking function delays neither the event loop nor other rewards.
 
 The deadline is that of the `boundary` around the call. A call that does not return is abandoned
-(`arborl.tools.core.background_threads`). Calls that wait, for example for a judge, may be many at once. Calls that compute share one
+(`arborl.tools.core.background_threads`). Many calls may wait at once, for example for a judge. Calls that compute
+share one
 interpreter lock: more at once would only exceed their deadlines. So few start, and more while the threads use little
 CPU time.
 """

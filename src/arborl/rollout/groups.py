@@ -320,4 +320,6 @@ COUNTED = (
 
 def count_metrics(counts: Counter[str]) -> Metrics:
     """The counts as metrics. Zeros are included so that every step has the same columns."""
-    return {f"rollout/{name}": float(counts[name]) for name in COUNTED} | {"rollout/dropped_stale": float(counts["stale"])}
+    return {f"rollout/{name}": float(counts[name]) for name in COUNTED} | {
+        "rollout/dropped_stale": float(counts["stale"])
+    }

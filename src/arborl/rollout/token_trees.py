@@ -26,7 +26,7 @@ import numpy as np
 
 from arborl.seeds import generator
 from arborl.tokens import Tokens
-from arborl.types import Call, SamplingDistribution, Episode, Floats, Forest, Group, Ints, Metrics, Terms, TokenTree
+from arborl.types import Call, Episode, Floats, Forest, Group, Ints, Metrics, SamplingDistribution, Terms, TokenTree
 
 UNKNOWN_DISTRIBUTION = (np.nan,) * len(SamplingDistribution._fields)
 DownsampleMode = Literal["last", "random"]

@@ -21,8 +21,7 @@ from arborl.agents.context.managed_conversation import SUMMARY_REQUEST
 from arborl.agents.context.statelm import StateLM
 from arborl.chat.formats.hermes import HermesParser
 from arborl.chat.messages import read_messages
-from arborl.data.generated.document_problems import DocumentProblem
-from arborl.data.generated.document_problems import COLOURS, OBJECTS, PEOPLE, TOWNS, TRADES
+from arborl.data.generated.document_problems import COLOURS, OBJECTS, PEOPLE, TOWNS, TRADES, DocumentProblem
 from arborl.envs.games.documents_env import Documents
 from arborl.errors import EpisodeLimitReached
 from arborl.seedling.transcript_base import PIECE, SPECIAL_STRINGS, Transcript, draw, pick

@@ -13,8 +13,7 @@ from numpy.random import Generator
 from arborl.envs.env import Env
 from arborl.envs.games.frozen_lake import MOVES, FrozenLake, best_moves
 from arborl.envs.games.rooms import Rooms
-from arborl.envs.games.shop import Shop
-from arborl.envs.games.shop import BUY, ShopPage
+from arborl.envs.games.shop import BUY, Shop, ShopPage
 from arborl.envs.games.sokoban import Sokoban
 from arborl.seedling.transcript_base import Transcript, draw, pick
 from arborl.types import Message, Task

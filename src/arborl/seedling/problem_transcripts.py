@@ -16,11 +16,10 @@ from typing import Any
 from numpy.random import Generator
 
 from arborl.agents.tool_agents import CodeAgent
-from arborl.data.generated.problems import arithmetic_problem
 from arborl.data.generated.datasets import FACT_KINDS, make_facts
-from arborl.data.generated.problems import computation_problem
-from arborl.envs.env import format_answer
+from arborl.data.generated.problems import arithmetic_problem, computation_problem
 from arborl.envs.adapters.other_packages import ReasoningGym
+from arborl.envs.env import format_answer
 from arborl.seedling.game_transcripts import play_game
 from arborl.seedling.transcript_base import Transcript, pick
 from arborl.tools.library.calculator import calculator

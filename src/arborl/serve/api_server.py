@@ -151,7 +151,11 @@ class ServerMetrics:
         for name, description, read in (
             ("running", "running requests", lambda: load.num_running),
             ("model_version", "policy version", lambda: backend.version),
-            ("breaker_open", "whether the circuit breaker of the engine is open", lambda: float(backend.breaker.is_open)),
+            (
+                "breaker_open",
+                "whether the circuit breaker of the engine is open",
+                lambda: float(backend.breaker.is_open),
+            ),
             ("sessions", "open agent sessions", lambda: len(sessions) if sessions is not None else 0),
         ):
             Gauge(f"arborl_{name}", description, registry=self.registry).set_function(read)

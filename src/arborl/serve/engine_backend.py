@@ -14,8 +14,8 @@ from typing import Any
 from arborl.chat.conversation import messages_exceed, rendered_exceeds, tools_exceed
 from arborl.chat.renderer import Renderer
 from arborl.chat.tokenizer import TextTokenizer
-from arborl.engines.engine_requests import check_sampling, read_prompt
 from arborl.engines.engine import Engine, TokenListener, Weights
+from arborl.engines.engine_requests import check_sampling, read_prompt
 from arborl.errors import EngineError
 from arborl.serve.model_backend import (
     CONTEXT_LENGTH_EXCEEDED,

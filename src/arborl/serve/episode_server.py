@@ -42,7 +42,7 @@ from arborl.serve.openai_routes import openai_routes
 from arborl.serve.parsing import RequestWorkers, bounded_route
 from arborl.serve.schemas import RewardRequest, StepRequest
 from arborl.serve.session_routes import message_object
-from arborl.tools.remote.http_middleware import RequestFilter, PendingConnections, uvicorn_config
+from arborl.tools.remote.http_middleware import PendingConnections, RequestFilter, uvicorn_config
 from arborl.types import Call, Message, Task, ToolSpec
 
 T = TypeVar("T")

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from arborl import child_process
 from arborl.agents.agent_interface import is_async
 from arborl.errors import paused_deadlines
 from arborl.registry import load
 from arborl.serve.episode_server import ExternalEpisode
-from arborl import child_process
-from arborl.tools.remote.http_connections import HttpConnections
 from arborl.tools.core.background_threads import run_in_thread
+from arborl.tools.remote.http_connections import HttpConnections
 
 MAX_OUTPUT_BYTES = 2**20
 """Output of a process."""
@@ -169,7 +169,9 @@ class HttpProgram:
 
     async def play(self, episode: ExternalEpisode, url: str) -> str | None:
         body = {"task": episode.task_object(), "base_url": f"{url}/v1", "api_key": API_KEY, "episode_url": url}
-        response = await HttpConnections(self.url, {"Connection": "close"}).request("POST", "", json.dumps(body).encode())
+        response = await HttpConnections(self.url, {"Connection": "close"}).request(
+            "POST", "", json.dumps(body).encode()
+        )
         if response.status == 202:
             await episode.rewarded.wait()
             return None

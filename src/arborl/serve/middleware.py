@@ -24,9 +24,9 @@ from starlette.exceptions import HTTPException
 from arborl.errors import ArborError, ConfigError
 from arborl.serve.model_backend import RequestError, ServiceUnavailable
 from arborl.spans import span
-from arborl.tools.remote.http_middleware import RequestFilter, request_api_key, is_local_request
-from arborl.tools.core.rate_limit import RateLimitTimeout, RateLimit
-from arborl.tools.remote.tool_protocol import replace_surrogates, encode_api_key
+from arborl.tools.core.rate_limit import RateLimit, RateLimitTimeout
+from arborl.tools.remote.http_middleware import RequestFilter, is_local_request, request_api_key
+from arborl.tools.remote.tool_protocol import encode_api_key, replace_surrogates
 
 log = logging.getLogger(__name__)
 

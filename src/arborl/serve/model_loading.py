@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from arborl import checkpoint
-from arborl.training_run.run_folder import locate_model
-from arborl.training_run.build import ServingParts, build_served
 from arborl.checkpoint import has_checkpoints
 from arborl.config.load_config import load
 from arborl.config.run_config import EnvConfig, RunConfig
@@ -22,6 +20,8 @@ from arborl.models.model_files import read_model_config, resolve
 from arborl.registry import short_name
 from arborl.serve.engine_backend import EngineBackend, EngineThread
 from arborl.serve.sessions import ServedAgents
+from arborl.training_run.build import ServingParts, build_served
+from arborl.training_run.run_folder import locate_model
 
 log = logging.getLogger(__name__)
 

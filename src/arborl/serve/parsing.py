@@ -34,9 +34,9 @@ from arborl.serve.model_backend import (
     ServiceUnavailable,
 )
 from arborl.serve.schemas import MAX_NAME_CHARS, CompletionOptions, SamplingRequest, ToolChoice
+from arborl.tools.core.background_threads import TooManyHangingCalls, run_in_thread
 from arborl.tools.core.json_bounds import DEFAULT_BOUNDS, JsonBounds, JsonBoundsError, check_json, load_json
 from arborl.tools.remote.tool_protocol import replace_surrogates
-from arborl.tools.core.background_threads import TooManyHangingCalls, run_in_thread
 from arborl.types import Message, Sampling, ToolSpec
 
 T = TypeVar("T")

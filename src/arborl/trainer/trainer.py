@@ -206,7 +206,9 @@ class Trainer:
         config, dropped = self.config.learner, Metrics()
         if config.max_samples_per_trajectory is not None:
             seed = derive(seed, "thin")
-            forest, terms, dropped = downsample_branches(kept, terms, config.max_samples_per_trajectory, config.downsample_mode, seed)
+            forest, terms, dropped = downsample_branches(
+                kept, terms, config.max_samples_per_trajectory, config.downsample_mode, seed
+            )
         metrics |= batch_metrics(forest, terms, self.step) | self.algorithm.metrics() | dropped
         episode_ids = [episode.id for group in kept for episode in group.valid_episodes]
         self.learner.term_log = self.credited = None

@@ -26,7 +26,10 @@ COLUMN_SOURCES = {
 
 
 def prepare_batch(
-    algorithm: Algorithm, learner: Learner | LearnerGroup, groups: Sequence[Group], extra_needs: Needs = NO_EXTRA_NEEDS
+    algorithm: Algorithm,
+    learner: Learner | LearnerGroup,
+    groups: Sequence[Group],
+    extra_needs: AlgorithmNeeds = NO_EXTRA_NEEDS,
 ) -> tuple[list[Group], Forest, Terms]:
     """The groups to train on, their token trees, and their terms with the columns that the algorithm needs.
 

@@ -37,10 +37,10 @@ if TYPE_CHECKING:  # needs torch
     from arborl.algorithms import Algorithm
     from arborl.algorithms.recipe import AlgorithmNeeds
     from arborl.cluster.placement.ray_cluster import RayCluster
-    from arborl.learner.distributed.rank_worker import LearnerSpec
+    from arborl.learner.core.learner import Learner
     from arborl.learner.core.memory_forecast import MemoryPlan
     from arborl.learner.distributed.learner_group import LearnerGroup
-    from arborl.learner.core.learner import Learner
+    from arborl.learner.distributed.rank_worker import LearnerSpec
     from arborl.models.output_heads import CriticInit
     from arborl.trainer.evaluation import HeldOutEvaluator
 
@@ -159,9 +159,9 @@ def _build(factory: RunPartFactory, training: bool) -> RunParts:
     trained = with_demonstrations(source, config, given.rows("sft"), factory.objects) if training else source
 
     from arborl.cluster.placement.ray_ranks import rank_launcher
-    from arborl.learner.distributed.launch import check_ranks, make_learner
     from arborl.learner.core.memory_plan import plan_memory
     from arborl.learner.core.teacher import teacher_of
+    from arborl.learner.distributed.launch import check_ranks, make_learner
     from arborl.trainer.evaluation import Evaluator
     from arborl.trainer.offline_evaluation import OfflineEvaluator
 
@@ -283,8 +283,6 @@ def resolve_dtype(config: RunConfig) -> RunConfig:
 
 def load_policy(config: RunConfig, folder: Path, device: str | None = None) -> PreTrainedModel:
     """The policy with its adapters and output layer, on `device` or that of the configuration."""
-    from arborl.models.output_heads import float32_head
-    from arborl.models.model_loading import load_model
     from arborl.models.lora import add_lora, has_lora, load_4bit
     from arborl.models.model_loading import load_model
     from arborl.models.output_heads import float32_head
@@ -318,8 +316,7 @@ def _set_up_torch(config: RunConfig, seeded: bool = True) -> None:
 
 def _load_checked_policy(config: RunConfig, folder: Path, renderer: Renderer) -> PreTrainedModel:
     """Load the policy; check that it runs at `max_context` and knows all tokens of its tokenizer."""
-    from arborl.models.path_check import use_sample_text
-    from arborl.models.path_check import check_tree_support
+    from arborl.models.path_check import check_tree_support, use_sample_text
 
     model = load_policy(config, folder)
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -345,9 +342,9 @@ def _learner_spec(
     critic_folder: Path | None,
 ) -> LearnerSpec:  # fmt: skip
     """What every rank builds its learner from."""
-    from arborl.learner.distributed.rank_worker import LearnerSpec
     from arborl.learner.core.optimizer import NO_INITIAL_UPDATES, InitialUpdates
     from arborl.learner.core.teacher import teacher_of
+    from arborl.learner.distributed.rank_worker import LearnerSpec
 
     imitation = config.demonstrations
     return LearnerSpec(
@@ -357,5 +354,9 @@ def _learner_spec(
         teacher=partial(teacher_of, config, folder),
         deterministic=config.deterministic,
         threads=config.threads,
-        first=NO_INITIAL_UPDATES if imitation.imitation_lr is None else InitialUpdates(imitation.steps, imitation.imitation_lr),
+        first=(
+            NO_INITIAL_UPDATES
+            if imitation.imitation_lr is None
+            else InitialUpdates(imitation.steps, imitation.imitation_lr)
+        ),
     )  # fmt: skip

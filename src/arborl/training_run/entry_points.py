@@ -206,7 +206,9 @@ def evaluate(
     return {one.decoding: one.metrics for one in measure([path], MeasureOptions(overrides, trust=trust), objects)}
 
 
-def measure(names: Sequence[str], options: MeasureOptions, objects: Mapping[str, Any] | None = None) -> list[PolicyResult]:
+def measure(
+    names: Sequence[str], options: MeasureOptions, objects: Mapping[str, Any] | None = None
+) -> list[PolicyResult]:
     """Evaluate several policies on the same tasks or prompts, one after the other.
 
     Example:

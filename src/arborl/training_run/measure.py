@@ -164,8 +164,8 @@ async def play(
 
 
 async def _play(policy: MeasuredPolicy, parts: RunParts, options: MeasureOptions) -> list[PolicyResult]:
-    from arborl.trainer.evaluation import Evaluator, count_episodes, evaluation_metrics, warn_of_failures
     from arborl.diagnosis.run_monitor import FailureMonitor, failure_message, nearly_all_failed
+    from arborl.trainer.evaluation import Evaluator, count_episodes, evaluation_metrics, warn_of_failures
     from arborl.trainer.policy_comparison import PolicyResult
 
     evaluator, config = parts.evaluator, policy.config

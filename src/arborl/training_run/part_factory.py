@@ -26,15 +26,20 @@ from arborl.registry import Registry, call_checked, short_name, unique_name
 from arborl.rewards import REWARDS, Rewards
 from arborl.rewards.reward import RewardsBySource
 from arborl.rewards.reward import reward_parts as parts_of
-from arborl.rollout.part_factories import SourceParts, source_overrides, parts_by_source
-from arborl.rollout.offline_episodes import OfflineEpisodes
-from arborl.rollout.groups import FILTERS, GroupOptions
-from arborl.rollout.part_factories import PartFactory, agent_factory, env_factory
-from arborl.rollout.recorder import EpisodeLimits
-from arborl.rollout.episode_store import RolloutRecorder, RolloutReplay
-from arborl.rollout.runner import EpisodeFactories, Rollout
-from arborl.rollout.runner import DEFAULT_CONCURRENCY
 from arborl.rollout.env_workers import Workers
+from arborl.rollout.episode_store import RolloutRecorder, RolloutReplay
+from arborl.rollout.groups import FILTERS, GroupOptions
+from arborl.rollout.offline_episodes import OfflineEpisodes
+from arborl.rollout.part_factories import (
+    PartFactory,
+    SourceParts,
+    agent_factory,
+    env_factory,
+    parts_by_source,
+    source_overrides,
+)
+from arborl.rollout.recorder import EpisodeLimits
+from arborl.rollout.runner import DEFAULT_CONCURRENCY, EpisodeFactories, Rollout
 from arborl.sandbox import ActiveLevel
 from arborl.tools import TOOLS, AnyTool
 from arborl.tools.core.toolbox import warn_incomplete_specs
@@ -143,7 +148,11 @@ class RunPartFactory:
         def make_agent(task: Task) -> Agent:
             return agent_constructor(source_of(task), task.agent)()
 
-        cast = EpisodeFactories(make_agent, make_env, *source_overrides(sources)) if sources else EpisodeFactories(make_agent, make_env)
+        cast = (
+            EpisodeFactories(make_agent, make_env, *source_overrides(sources))
+            if sources
+            else EpisodeFactories(make_agent, make_env)
+        )
         for name, seat in seats.items():
             _check_env(cast.env(Task("check", source=name)), f"{seat.where}env={seat.env.name}")
             self.made.append(cast.agent(Task("check", source=name)))
@@ -227,9 +236,8 @@ class RunPartFactory:
 
     def algorithm(self) -> Algorithm:
         """The algorithm, with weights of sources and demonstrations."""
-        from arborl.algorithms import object_finder, make_algorithm
-        from arborl.algorithms.combined_algorithms import DemonstrationAlgorithm
-        from arborl.algorithms.combined_algorithms import SourceWeightedAlgorithm
+        from arborl.algorithms import make_algorithm, object_finder
+        from arborl.algorithms.combined_algorithms import DemonstrationAlgorithm, SourceWeightedAlgorithm
 
         config = self.config
         made = make_algorithm(config.algorithm, object_finder(self.objects), True, config.data.offline)
@@ -255,7 +263,13 @@ class RunPartFactory:
             workers = Workers("process", processes=environment_processes(self.cluster))
         keep = self.find(FILTERS, settings.group_filter) if settings.group_filter is not None else None
         training = GroupOptions(settings.redundancy, settings.group_seconds, keep, rewards.judge, rewards.score)
-        tape = RolloutReplay(settings.replay) if settings.replay else RolloutRecorder(settings.record) if settings.record else None
+        tape = (
+            RolloutReplay(settings.replay)
+            if settings.replay
+            else RolloutRecorder(settings.record)
+            if settings.record
+            else None
+        )
         concurrency = None if settings.concurrency == "auto" else settings.concurrency
         if concurrency is None and self.config.deterministic:
             concurrency = DEFAULT_CONCURRENCY  # adaptive concurrency, and so the metrics, would depend on time

@@ -189,7 +189,7 @@ def _refused_changes(start: ResumePoint, config: RunConfig, steps: int, objects:
 
 def _missing_models(home: Path, before: RunConfig, now: RunConfig, objects: Mapping[str, Any]) -> Iterator[str]:
     """Critic and reference model that the algorithm needs and the checkpoint lacks, or has in another form."""
-    from arborl.algorithms import AlgorithmNeeds, object_finder, make_algorithm
+    from arborl.algorithms import AlgorithmNeeds, make_algorithm, object_finder
 
     unknown = [name for name in imported_parts(before) if name not in imported_parts(now) and name not in objects]
     if unknown and not is_signed(home / "config.yaml"):

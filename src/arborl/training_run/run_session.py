@@ -17,6 +17,7 @@ from arborl import checkpoint
 from arborl.config.algorithm_config import is_custom
 from arborl.config.config_base import to_plain
 from arborl.config.secrets import mask_secrets
+from arborl.diagnosis.step_rules import step_remark
 from arborl.errors import LearnerRankLost, RunStopped
 from arborl.registry import short_name
 from arborl.rollout.episode_store import EpisodeStore

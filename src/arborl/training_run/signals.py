@@ -114,7 +114,10 @@ class StopSignals:
     def _abort(self) -> None:
         assert self.got is not None
         name = signal.Signals(self.got).name
-        held = blocking_code(sys._current_frames().get(threading.main_thread().ident or 0)) or "an update or an environment"
+        held = (
+            blocking_code(sys._current_frames().get(threading.main_thread().ident or 0))
+            or "an update or an environment"
+        )
         self._print(
             f"{self.seconds:g} s after {name}, {held} still runs. The run ends without saving; --resume latest resumes "
             "from the last checkpoint."

@@ -23,6 +23,8 @@ from arborl.config.run_config import RunConfig
 from arborl.config.secrets import mask_secrets
 from arborl.errors import ConfigError, RunStopped, did_you_mean
 from arborl.models.model_files import resolve
+from arborl.training_run.build import check, count_steps
+from arborl.training_run.resume import flatten
 from arborl.tune.space import KEYS, Params, Space
 from arborl.tune.trial import Direction, StudyError, TrialReport
 
@@ -67,7 +69,7 @@ class RunObjective:
         jobs: int = 1,
     ) -> RunObjective:
         base = load(file, settings)
-        for key, value in flat(to_plain(base)).items():
+        for key, value in flatten(to_plain(base)).items():
             if key in SHARED_PATHS and value is not None:
                 raise ConfigError(f"{key}={value}: all trials would write there. Leave it out; see --study.")
         name = known_metric(base, metric)
@@ -95,7 +97,7 @@ class RunObjective:
     @property
     def about(self) -> dict[str, Any]:
         """What all trials of a study share."""
-        return {"budget": self.budget, "config": flat(mask_secrets(to_plain(self.base)))}
+        return {"budget": self.budget, "config": flatten(mask_secrets(to_plain(self.base)))}
 
     # -------------------------------------------------------------------------------------------- a trial
 

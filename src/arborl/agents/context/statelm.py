@@ -20,27 +20,27 @@ from arborl.agents.context.history import STUB, ContextError, Delete, Edit, Fold
 from arborl.agents.context.managed_conversation import ContextBudget, ContextPolicy, ManagedConversation, PolicyKind
 from arborl.agents.tool_agents import count_results
 from arborl.chat.formats.hermes import HermesParser
-from arborl.envs.games.documents_env import episode_document
 from arborl.envs.env import Env
+from arborl.envs.games.documents_env import episode_document
 from arborl.errors import ConfigError, ContextFull, MaxTurns, did_you_mean
 from arborl.registry import call_checked
 from arborl.seeds import derive
 from arborl.tokens import Tokens
-from arborl.tools.core.tool_context import ToolContext
-from arborl.tools.library import document_tools
-from arborl.tools.library import document_tools
-from arborl.tools.library.document_tools import format_tool_list, shorten_result
-from arborl.tools.library.document_tools import (
-    WORKSPACE,
-    JsonTool,
-    DocumentSettings,
-    DocumentToolError,
-    Workspace,
-    error_object,
-)
 from arborl.tools.core.background_threads import run_in_thread
 from arborl.tools.core.tool import AnyTool
+from arborl.tools.core.tool_context import ToolContext
 from arborl.tools.core.toolbox import Toolbox
+from arborl.tools.library import document_tools
+from arborl.tools.library.document_tools import (
+    WORKSPACE,
+    DocumentSettings,
+    DocumentToolError,
+    JsonTool,
+    Workspace,
+    error_object,
+    format_tool_list,
+    shorten_result,
+)
 from arborl.types import Call, Episode, Message, Task, ToolCall, ToolResult, ToolSpec
 
 ALL = (

@@ -1,6 +1,7 @@
 """Engines on a Ray cluster, behind `Engine`: actors with a `LocalEngine` and a copy of the weights.
 
-Routing and retries are those of engine servers (`arborl.engines.remote.replicas`). Weights are put into the object store once
+Routing and retries are those of engine servers (`arborl.engines.remote.replicas`). Weights are put into the
+object store once
 per update; every node fetches them once, and its processes share that memory. A restarted engine gets the weights that
 were put last. With LoRA only the adapter is sent after the first time.
 """
@@ -24,10 +25,10 @@ from transformers import PreTrainedModel
 from arborl.cluster.placement.actors import ActorInfo, ClusterActor, VersionMismatch, check_versions
 from arborl.cluster.placement.ray_cluster import Actor, GpuSlot, RayCluster
 from arborl.cluster.placement.weight_arrays import WeightArrays, as_arrays, as_tensors
+from arborl.engines.engine import Engine, Weights
 from arborl.engines.engine_requests import check_sampling, read_prompt
+from arborl.engines.remote.replicas import Replica, ReplicaPool, ReplicaUnavailable, WeightMismatch, run_blocking
 from arborl.engines.remote.weight_sync import MAX_COARSE_GAP, MAX_LOGPROB_GAP, PROBE_PROMPT, WeightProbe
-from arborl.engines.engine import Weights
-from arborl.engines.remote.replicas import WeightMismatch, Replica, ReplicaPool, ReplicaUnavailable, run_blocking
 from arborl.errors import EngineError
 from arborl.models.lora import has_lora
 from arborl.types import Completion, Metrics, Sampling
@@ -72,8 +73,8 @@ class ModelRecipe:
         """The model with random weights; execution paths are checked with them."""
         import torch
 
-        from arborl.models.model_loading import empty_model
         from arborl.models.lora import ADAPTER_NAME
+        from arborl.models.model_loading import empty_model
 
         torch.set_num_threads(self.threads)
         torch.use_deterministic_algorithms(self.deterministic)

@@ -12,10 +12,9 @@ from arborl.cluster.placement.ray_cluster import Actor, RayCluster
 from arborl.engines.remote.replicas import Replica, ReplicaPool, ReplicaUnavailable, run_blocking
 from arborl.errors import ConfigError, EpisodeError, boundary
 from arborl.rewards import Rewards
-from arborl.rewards.reward import RewardsBySource
-from arborl.rewards.threaded_calls import call
-from arborl.rewards.reward import GroupReward, Reward
 from arborl.rewards.answers import environment
+from arborl.rewards.reward import GroupReward, Reward, RewardsBySource
+from arborl.rewards.threaded_calls import call
 from arborl.tools.core.background_threads import MAX_HANGING_CALLS, abandoned_calls
 from arborl.types import Episode, Metrics
 

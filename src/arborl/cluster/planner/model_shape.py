@@ -15,7 +15,7 @@ from typing import Any
 from arborl.config.run_config import ModelConfig
 from arborl.errors import ConfigError, did_you_mean
 from arborl.learner.core.memory_forecast import ModelSizes
-from arborl.models.model_files import EMBEDDED, read_model_config, is_model_folder, resolve
+from arborl.models.model_files import EMBEDDED, is_model_folder, read_model_config, resolve
 
 ITEM_BYTES = {"auto": 2, "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 LEAN = ("llama", "mistral", "qwen2", "qwen3")

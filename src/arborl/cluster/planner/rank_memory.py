@@ -1,6 +1,7 @@
 """Memory of a learner's rank and of an engine, by part.
 
-The learner's forecast (`arborl.learner.core.memory_forecast`), with the parts divided that a strategy shards. `single` and `ddp`
+The learner's forecast (`arborl.learner.core.memory_forecast`), with the parts divided that a strategy shards.
+`single` and `ddp`
 hold everything on every rank. `fsdp2` shards weights, master weights, moments and gradients, and gathers two layers at
 a time. `tensor` also divides heads, feed-forward part and vocabulary.
 """
@@ -15,7 +16,17 @@ from arborl.cluster.planner.hardware import Device
 from arborl.cluster.planner.model_shape import ModelShape
 from arborl.config.run_config import RunConfig
 from arborl.engines.engine import default_cache_tokens
-from arborl.learner.core.memory_forecast import LIBRARY_BYTES, MIN_CACHED_SEQUENCES, MemoryForecast, MemoryPlan, MemoryPlanner, ModelSizes, uses_fused_layers, learner_sizes, logit_rows
+from arborl.learner.core.memory_forecast import (
+    LIBRARY_BYTES,
+    MIN_CACHED_SEQUENCES,
+    MemoryForecast,
+    MemoryPlan,
+    MemoryPlanner,
+    ModelSizes,
+    learner_sizes,
+    logit_rows,
+    uses_fused_layers,
+)
 
 Strategy = Literal["single", "ddp", "fsdp2", "tensor"]
 CUDA_CONTEXT = int(0.5 * 2**30)
@@ -124,6 +135,8 @@ def rank_planner(
     free = max(0, device.memory - weights - (CUDA_CONTEXT if device.cuda else 0))
     usual = default_cache_tokens("cuda" if device.cuda else "cpu", free, kv_token, context) if kv_token else 0
     wanted = (engine.kv_tokens or usual) if kv_token else 0
+    fused = uses_fused_layers(sizes, learner, True)
+    rows = logit_rows(device.memory, sizes.vocabulary, fused) if device.cuda else 4_096
     return RankPlanner(
         sizes, learner.model_copy(update={"strategy": "single", "ranks": 1}), ExtraModels.of(config),
         context=context,
@@ -132,7 +145,7 @@ def rank_planner(
         kv_wanted=wanted,
         kv_least=wanted if engine.kv_tokens else min(wanted, MIN_CACHED_SEQUENCES * context),
         kv_floor=wanted if engine.kv_tokens else min(wanted, context),
-        logit_rows=logit_rows(device.memory, sizes.vocabulary, uses_fused_layers(sizes, learner, True)) if device.cuda else 4_096,
+        logit_rows=rows,
         cuda=device.cuda,
         truncates=config.sampling.top_k > 0 or config.sampling.top_p < 1 or config.sampling.min_p > 0,
         lends=device.cuda and sampling and (engine.sleep_mode or not shared),

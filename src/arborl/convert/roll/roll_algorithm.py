@@ -242,7 +242,9 @@ def correction(draft: Draft) -> None:
     if draft.source.get(f"{at}is_weight.enabled"):
         weight = draft.source.get(f"{at}is_weight.weight_type", "token")
         draft.set(f"{at}is_weight.enabled", True, "algorithm.importance_weights.kind", "tis")
-        draft.put(f"{at}is_weight.upper_bound", 1.2, "algorithm.importance_weights.high", lambda high: float(high or 1e6))
+        draft.put(
+            f"{at}is_weight.upper_bound", 1.2, "algorithm.importance_weights.high", lambda high: float(high or 1e6)
+        )
         why = (
             "" if weight in ("token", "geometric") else f"{weight}: the geometric mean over an episode or call is taken"
         )

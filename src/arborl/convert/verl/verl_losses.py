@@ -203,7 +203,7 @@ def correction(draft: Draft, key: str, value: Any) -> None:
 
 def rejection(draft: Draft, key: str, value: Any) -> None:
     rejection = known(draft, "algorithm.rollout_correction.rollout_rs")
-    why = "tokens and sequences far from the policy that sampled are not left out; algorithm.importance_weights=mis does it by ratio"
+    why = "tokens far from the sampling policy are not masked; algorithm.importance_weights=mis masks them by ratio"
     (draft.drop if rejection else draft.skip)(key, value, why if rejection else "nothing is rejected")
 
 

@@ -353,7 +353,9 @@ class LocalEngine(Engine):
             self._notify(row[listening], tokens[listening], logprobs[listening], top)
         for index in np.flatnonzero(stopped | (batch.known[row] >= batch.limit[row])):
             if (request := running.get(row[index])) is not None:  # it may have failed above
-                self.scheduler.complete(request, FinishReason.STOP if stopped[index] else FinishReason.LENGTH, self.version)
+                self.scheduler.complete(
+                    request, FinishReason.STOP if stopped[index] else FinishReason.LENGTH, self.version
+                )
         if not_finite.any():  # its keys are not finite either, and would spoil the next sequence in the block
             self.scheduler.clear_cache()
             self.runner.cache.clear()

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from arborl.learner.core.packing import MicroBatch
 from arborl.models.attention import NO_LIMITS, AttentionLimits, attention_layout
-from arborl.models.c_library import run_parallel, load_c_library
+from arborl.models.c_library import load_c_library, run_parallel
 from arborl.models.model_loading import compute_device
 
 log = logging.getLogger(__name__)

@@ -108,7 +108,9 @@ def _fused_gate(act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
 FUSED_OPS = LayerFunctions(_Rotate.apply, _fused_gate, _fused_norm)
 
 
-def fused_head(head: Any, hidden_ME: Tensor, token_M: Tensor, shape: DistributionParams, entropy: bool) -> tuple[Tensor, Tensor]:
+def fused_head(
+    head: Any, hidden_ME: Tensor, token_M: Tensor, shape: DistributionParams, entropy: bool
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies, for sampling without truncation and logits without a cap."""
     temperature_M = shape.temperature_B.float().expand(len(token_M)).contiguous()
     logprob_M, entropy_M = fused_logprobs(raw_head_logits(head, None, hidden_ME), token_M, temperature_M)

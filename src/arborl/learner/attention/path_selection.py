@@ -29,9 +29,16 @@ from arborl.learner.attention.tree_attention import BLOCK, BlockAttention, Causa
 from arborl.learner.core.packing import MicroBatch, upload
 from arborl.models.attention import AttentionFunction, attention_layout, library_hidden_states, raw_head_logits
 from arborl.models.execution_paths import FastPath, first_line, record_path, report_fallback
-from arborl.models.fast_forward import RunLayers, run_layers, has_fast_forward, layer_runner, fast_hidden_states, use_library_forward
-from arborl.models.path_check import HIGHER, Outputs, check_attention, check_layers, excess, norm_error, sample_tokens
+from arborl.models.fast_forward import (
+    RunLayers,
+    fast_hidden_states,
+    has_fast_forward,
+    layer_runner,
+    run_layers,
+    use_library_forward,
+)
 from arborl.models.model_loading import compute_device
+from arborl.models.path_check import HIGHER, Outputs, check_attention, check_layers, excess, norm_error, sample_tokens
 from arborl.types import Terms
 
 MAX_BLOCK_SHARE = 0.7
@@ -97,7 +104,9 @@ def hidden_states(model: PreTrainedModel, batch: MicroBatch, path: ExecutionPath
     recompute = path.recompute and torch.is_grad_enabled()
     if has_fast_forward(model):
         ops = FUSED_OPS if path.fused else None
-        hidden = fast_hidden_states(model, tokens, depth, attend, _checkpointed_run(path) if recompute else None, rows, ops)
+        hidden = fast_hidden_states(
+            model, tokens, depth, attend, _checkpointed_run(path) if recompute else None, rows, ops
+        )
     else:
         with _library_checkpointing(model, recompute):
             hidden = library_hidden_states(model, tokens, depth, attend)[rows]
@@ -107,12 +116,14 @@ def hidden_states(model: PreTrainedModel, batch: MicroBatch, path: ExecutionPath
 def _checkpointed_run(path: ExecutionPath) -> RunLayers:
     run = partial(run_layers, ops=FUSED_OPS if path.fused else None)
 
-    def run_layers(layers: Sequence[Any], x_NE: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFunction) -> Tensor:
+    def run_checkpointed(
+        layers: Sequence[Any], x_NE: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFunction
+    ) -> Tensor:
         for layer in layers:
             x_NE = checkpoint(run, [layer], x_NE, cos, sin, attend, use_reentrant=False)
         return x_NE
 
-    return run_layers
+    return run_checkpointed
 
 
 @contextmanager
@@ -230,7 +241,9 @@ def path_error(model: PreTrainedModel, path: ExecutionPath) -> str | None:
         return first_line(error)
 
 
-def _head_error(model: PreTrainedModel, tokens: list[int], positions: list[int], attend: AttentionFunction) -> str | None:
+def _head_error(
+    model: PreTrainedModel, tokens: list[int], positions: list[int], attend: AttentionFunction
+) -> str | None:
     """How the fused log-probabilities and entropies differ from the unfused ones on the same logits."""
     token_N, position_N = (torch.tensor(x, device=model.device) for x in (tokens, positions))
     with torch.no_grad():

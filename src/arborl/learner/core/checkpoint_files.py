@@ -48,8 +48,8 @@ from arborl.learner.distributed.strategy import (
     optimizer_order,
     shard_of,
 )
+from arborl.models.lora import adapter_tensor_name, adapter_tensors, has_lora, load_adapter, save_adapter
 from arborl.models.model_loading import weight_loading
-from arborl.models.lora import adapter_tensors, has_lora, load_adapter, adapter_tensor_name, save_adapter
 
 log = logging.getLogger(__name__)
 

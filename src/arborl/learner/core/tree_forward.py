@@ -37,11 +37,10 @@ from arborl.learner.core.packing import (
     upload,
 )
 from arborl.learner.distributed.rank_group import SINGLE_RANK, RankGroup
-from arborl.models.attention import logit_cap, head_logits
-from arborl.models.output_heads import ValueHead
+from arborl.models.attention import head_logits, logit_cap
 from arborl.models.model_loading import compute_device
-from arborl.models.sampling import DistributionParams, sampling_logprobs, processed_logits
-from arborl.models.output_heads import CriticInit
+from arborl.models.output_heads import CriticInit, ValueHead
+from arborl.models.sampling import DistributionParams, processed_logits, sampling_logprobs
 from arborl.types import Floats, Sampling, Terms, TokenTree
 
 log = logging.getLogger(__name__)

@@ -107,7 +107,9 @@ class FullyShardedStrategy(Strategy):
     def reduce_gradients(self, optimizer: Optimizer) -> None:
         """Each backward pass has summed them."""
 
-    def _shard_all(self, module: PolicyWithCritic, models: list[PreTrainedModel], place: ComputeDevice, offload: bool) -> None:
+    def _shard_all(
+        self, module: PolicyWithCritic, models: list[PreTrainedModel], place: ComputeDevice, offload: bool
+    ) -> None:
         mixed = MixedPrecisionPolicy()
         if place.dtype in LOW_PRECISION:
             mixed = MixedPrecisionPolicy(param_dtype=place.dtype, reduce_dtype=torch.float32)
