@@ -259,7 +259,7 @@ class EpisodeTerminal:
         except ThreadTimeout as error:
             raise ConfigError(f"{type(self.env).__name__}.{error}") from error
         except BaseException:
-            thread.ask(self.env.close)
+            thread.call(self.env.close)
             raise
 
     def _play(self, player: Player, thread: EnvThread) -> None:

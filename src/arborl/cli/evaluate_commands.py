@@ -182,7 +182,7 @@ def results_table(title: str, results: Sequence[PolicyResult]) -> Table:
     table.add_column("metric")
     has_several = len({one.name for one in results}) > 1
     for one in results:
-        table.add_column(Text(f"{one.name}\n{one.way}" if has_several else one.way), justify="right")
+        table.add_column(Text(f"{one.name}\n{one.decoding}" if has_several else one.decoding), justify="right")
     for source in dict.fromkeys([None, *(source for one in results for source in one.sources)]):
         columns = [{name: format_score(score) for name, score in one.scores(source).items()} for one in results]
         for column, one in zip(columns, results, strict=True):

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from arborl.config.run_config import RunConfig
 
 STRATEGIES = ("auto", "ddp", "fsdp2", "tensor")
-BRIEF_CALLS = 3_000
-"""Model calls of each simulation if many sizes are planned."""
 TABLE_WIDTH = 118
 Distribution = Annotated[str | None, option(metavar="MEDIAN[,P99]")]
 
@@ -57,12 +55,12 @@ def plan(
     config = load(Path(file) if file is not None else None, settings)
     work = read_work(config, earlier, (prompt_tokens, reply_tokens, observed_tokens, turns, tool_seconds))
     start = time.perf_counter()
-    forecasters = {
-        count: _forecaster(_scale_tasks(config, count) if weak else config, device, work, lag, strategy, gpus is None)
+    planners = {
+        count: _planner(_scale_tasks(config, count) if weak else config, device, work, lag, strategy)
         for count in ((gpus,) if gpus is not None else DEVICE_COUNTS)
     }
-    placements = {count: list(forecaster.place(count)) for count, forecaster in forecasters.items()}
-    first = next(iter(forecasters.values()))
+    placements = {count: list(planner.plans(count)) for count, planner in planners.items()}
+    first = next(iter(planners.values()))
     if as_json:
         typer.echo(json.dumps(plan_json(first, placements), indent=2))
     else:
@@ -93,15 +91,10 @@ def read_work(config: RunConfig, earlier: Path | None, numbers: tuple[Any, ...])
     return workload_from_run(earlier.expanduser())
 
 
-def _forecaster(
-    config: RunConfig, device: Any, work: Workload, lag: int | None, strategy: str, is_brief: bool
-) -> RunPlanner:
-    from dataclasses import replace
-
+def _planner(config: RunConfig, device: Any, work: Workload, lag: int | None, strategy: str) -> RunPlanner:
     from arborl.cluster.planner.run_planner import RunPlanner
 
-    made = RunPlanner.of(config, device, work, lag, None if strategy == "auto" else strategy)  # type: ignore[arg-type]
-    return replace(made, calls=BRIEF_CALLS) if is_brief else made
+    return RunPlanner.of(config, device, work, lag, None if strategy == "auto" else strategy)  # type: ignore[arg-type]
 
 
 def _scale_tasks(config: RunConfig, factor: int) -> RunConfig:
@@ -118,10 +111,10 @@ def plan_json(first: RunPlanner, placements: dict[int, list[PlacementPlan]]) -> 
         "parameters": first.shape.sizes.parameters,
         "dtype": first.config.model.dtype,
         "gpu": first.device.name,
-        "work": first.work.told,
-        "measured": dict(first.work.measured),
+        "work": first.workload.description,
+        "measured": dict(first.workload.measured),
         "fits": {
-            str(count): [{"what": fit.what, "fits": fit.fits, "gib": round(fit.gib, 1)} for fit in first.fits(count)]
+            str(count): [{"name": fit.name, "fits": fit.fits, "gib": round(fit.gib, 1)} for fit in first.fits(count)]
             for count in placements
         },
         "plans": [one.row() for listed in placements.values() for one in listed],
@@ -138,13 +131,13 @@ def print_plan(first: RunPlanner, placements: dict[int, list[PlacementPlan]], se
     dtype, rollout = first.config.model.dtype, first.config.rollout
     count = f"{sizes.parameters / 1e9:.2f}B" if sizes.parameters >= 1e9 else f"{sizes.parameters / 1e6:.1f}M"
     typer.echo(f"{name}: {count} parameters in {dtype}, {device}")
-    typer.echo(f"a step: {rollout.tasks_per_step} × {rollout.group_size} episodes, {first.work.told}")
+    typer.echo(f"a step: {rollout.tasks_per_step} × {rollout.group_size} episodes, {first.workload.description}")
     if first.device.cuda and sizes.item >= 4:
         typer.echo(f"model.dtype={dtype} is slow on a GPU and needs twice the memory. Write model.dtype=bfloat16.")
     for devices in sorted({min(placements), max(placements)}) if len(placements) == 1 else (1, 8):
         typer.echo(f"{name} on {devices}×{device}: {'; '.join(map(str, first.fits(devices)))}")
-    if first.work.measured:
-        measured = ", ".join(f"{part} {value:.2f} s" for part, value in first.work.measured.items())
+    if first.workload.measured:
+        measured = ", ".join(f"{part} {value:.2f} s" for part, value in first.workload.measured.items())
         typer.echo(f"earlier run, on its own device: {measured}")
     if without := [str(devices) for devices, listed in placements.items() if not listed]:
         typer.echo(f"{', '.join(without)} GPUs: no placement fits into memory; see the lines above.")
@@ -153,10 +146,8 @@ def print_plan(first: RunPlanner, placements: dict[int, list[PlacementPlan]], se
     console.print(placement_table([one for listed in placements.values() for one in listed]))
     if len(placements) == 1:
         for one in next(iter(placements.values())):
-            typer.echo(f"{one.way}, memory of a learner rank: {memory_text(one)}")
-    if any(one.simulated < 1 for listed in placements.values() for one in listed):
-        typer.echo("* a sample of the groups and engines was simulated; the slowest of all was extrapolated")
-    typer.echo(f"simulated in {seconds:.1f} s; errors against measured runs: docs/results/planner.md")
+            typer.echo(f"{one.mode}, memory of a learner rank: {memory_text(one)}")
+    typer.echo(f"planned in {seconds:.1f} s; errors against measured runs: docs/results/planner.md")
 
 
 def memory_text(one: PlacementPlan) -> str:
@@ -173,16 +164,16 @@ def placement_table(rows: Sequence[PlacementPlan]) -> Table:
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     names = (
-        "GPUs", "way", "engines", "learner", "GiB", "step s", "wait", "learn", "sampling", "learning", "lag", "tok/s",
+        "GPUs", "mode", "engines", "learner", "GiB", "step s", "wait", "learn", "sampling", "learning", "lag", "tok/s",
     )  # fmt: skip
     for name in names:
-        table.add_column(name, justify="left" if name in ("way", "engines", "learner") else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in ("mode", "engines", "learner") else "right", no_wrap=True)
     for one in rows:
-        out = one.outcome
+        out = one.estimate
         engines = f"{one.engines}" + (f"×{one.split}" if one.split > 1 else "")
         memory = f"{one.learner_bytes / 2**30:.0f}" + (f", {one.engine_bytes / 2**30:.0f}" if one.engine_bytes else "")
         table.add_row(
-            f"{one.devices}", one.way + ("*" if one.simulated < 1 else ""), engines, f"{one.strategy}×{one.ranks}",
+            f"{one.devices}", one.mode, engines, f"{one.strategy}×{one.ranks}",
             memory, f"{out.step:.3g}", f"{out.wait:.3g}", f"{out.learn:.3g}",
             f"{out.engine_busy:.0%}", f"{out.learner_busy:.0%}", f"{out.lag:.1f}",
             f"{out.sampled:,.0f}",

@@ -75,7 +75,7 @@ def run_tools(arguments: Sequence[str]) -> list[tuple[str, AnyTool]]:
     workshop = RunPartFactory(load(Path(file) if file is not None else None, [*agent, *settings]), {}, connect=True)
     try:
         workshop.tools()
-        return [(entry.origin, tool) for entry, some in workshop.open_tools.opened.values() for tool in some]
+        return [(entry.origin, tool) for entry, some in workshop.open_tools.loaded.values() for tool in some]
     finally:
         workshop.open_tools.stop()
 

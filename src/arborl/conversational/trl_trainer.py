@@ -163,7 +163,7 @@ class TRLRun:
     def write_model(self, folder: Path) -> None:
         """Write the evaluated model, with adapters merged."""
         self.parts.model.save_pretrained(folder / "model")
-        self.parts.copy_tokenizer(folder / "model")
+        self.parts.save_tokenizer(folder / "model")
 
     def make_trainer(self) -> GRPOTrainer:
         """TRL's trainer with its own model. Its tokenizer only provides the padding and end tokens."""

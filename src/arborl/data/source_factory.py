@@ -335,7 +335,7 @@ def with_demonstrations(
         objects: parts from Python code, by their name in the configuration.
     """
     settings = config.demonstrations
-    if not settings.given:
+    if not settings.enabled:
         return source
     read = RowsConfig(path=settings.path, rows=settings.rows, overlong=settings.overlong)
     return WithDemonstrations(source, open_offline(read, DEMONSTRATIONS, config.seed, rows, objects), settings)

@@ -140,7 +140,7 @@ def sandbox() -> Finding:
         level = best_level()
     except SandboxError as error:
         return Finding("sandbox", "warn", str(error), "Tools that run code will not work here.")
-    if not level.isolates:
+    if not level.is_isolated:
         advice = (
             "Runs that execute code do not start. Install bubblewrap (apt install bubblewrap) or allow user name "
             "spaces; sandbox.allow_unsafe=true starts them without isolation."

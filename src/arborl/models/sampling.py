@@ -46,8 +46,8 @@ class DistributionParams:
     def split(self, rows: int) -> Iterator[DistributionParams]:
         """Parts of so many rows."""
         columns = (self.temperature_B, self.top_k_B, self.top_p_B, self.min_p_B)
-        for part in zip(*(column.split(rows) for column in columns), strict=True):
-            yield DistributionParams(*part, self.truncates)
+        for temperature, k, p, m in zip(*(column.split(rows) for column in columns), strict=True):
+            yield DistributionParams(temperature, k, p, m, self.truncates)
 
 
 def sampling_logprobs(logits_BV: Tensor, params: DistributionParams, token_B: Tensor | None = None) -> Tensor:

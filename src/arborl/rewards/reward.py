@@ -181,7 +181,7 @@ class Rewards:
         self.seconds = seconds
         self.firsts = FirstFailureLogger(log)
         self.busy_time = BusyTime()
-        self.stuck_before = abandoned_calls.stuck()
+        self.stuck_before = abandoned_calls.hanging()
         """Calls of other components of this process that hung before."""
         self.remote: MetricsSource | None = None
         """Workers on a cluster that compute the rewards."""
@@ -194,7 +194,7 @@ class Rewards:
     def metrics(self) -> Metrics:
         """Time in which a reward was running since the last call, and calls that hang in threads."""
         stuck = sum(
-            count for name, count in (abandoned_calls.stuck() - self.stuck_before).items() if is_reward_call(name)
+            count for name, count in (abandoned_calls.hanging() - self.stuck_before).items() if is_reward_call(name)
         )
         metrics = {"time/rewards": self.busy_time.busy(), "rewards/calls_stuck": float(stuck)}
         return metrics | (self.remote.metrics() if self.remote is not None else {})

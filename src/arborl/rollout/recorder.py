@@ -114,7 +114,7 @@ def _current_task() -> asyncio.Task[Any] | None:
 
 
 class TopLogprobs:
-    """Collects the most likely alternatives of each sampled token (`engines.engine.Listener`).
+    """Collects the most likely alternatives of each sampled token (`engines.engine.TokenListener`).
 
     Args:
         count: alternatives of each token.
@@ -225,7 +225,7 @@ class Recorder:
             stop_texts=(*self.sampling.stop_texts, *((stop,) if isinstance(stop, str) else stop)),
         )
         alternatives: tuple[tuple[tuple[int, float], ...], ...] = ()
-        if (chat := getattr(self.engine, "chat", None)) is not None:
+        if (chat := self.engine.chat) is not None:
             completion, reply = await self._chat_completion(chat, shown, specs, sampling)
             written = self.renderer.split_completion(completion)
         else:
@@ -244,7 +244,7 @@ class Recorder:
         assert task is not None
         self._waiting.add(task)
         top = TopLogprobs(self.num_top_logprobs) if self.num_top_logprobs else None
-        more = {} if top is None else {"heard": top}
+        more = {} if top is None else {"listener": top}
         try:
             with span("chat", gen_ai__operation__name="chat", gen_ai__usage__input_tokens=len(prompt.tokens)) as trace:
                 with self.engine_time:

@@ -182,7 +182,7 @@ class Rollout:
         self.counts: Counter[str] = Counter()
         self.firsts, self.dropped_failures = FirstFailureLogger(log), list[Episode]()
         self.engine_time = BusyTime()
-        self.stuck_before = abandoned_calls.stuck()
+        self.stuck_before = abandoned_calls.hanging()
         """Calls of other components of this process that hung before the rollout started."""
 
     async def collect(
@@ -271,10 +271,10 @@ class Rollout:
         """The engine's capacity; the default if it reports none or if environments need threads or processes."""
         if self.workers.use_threads_or_processes:
             return DEFAULT_CONCURRENCY
-        return max(DEFAULT_CONCURRENCY, int(getattr(self.engine, "capacity", 0)))
+        return max(DEFAULT_CONCURRENCY, self.engine.capacity)
 
     def _is_overloaded(self) -> bool:
-        return bool(getattr(self.engine, "crowded", False))
+        return self.engine.is_saturated
 
     async def _wait_for_capacity(self, queue: AdmissionQueue) -> None:
         """Hold new episodes while the engine is overloaded. One waiter polls for all."""
@@ -334,7 +334,7 @@ class Rollout:
         """Since the last call: cancelled episodes, expired or filtered groups, abandoned threads, replaced processes,
         waiting time of the sandbox."""
         counts, self.counts = self.counts, Counter()
-        stuck = abandoned_calls.stuck() - self.stuck_before
+        stuck = abandoned_calls.hanging() - self.stuck_before
         num_stuck = sum(count for name, count in stuck.items() if not is_reward_call(name))
         limit = self._queue.concurrency.limit if self._queue is not None else self.concurrency
         state = {

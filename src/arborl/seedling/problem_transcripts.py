@@ -106,7 +106,7 @@ def write_code(rng: Generator) -> Transcript:
         return Transcript([*prompt, _answer(other["answer"])])
     run = other if rng.random() < 0.35 else task
     report = other["answer"] if rng.random() < 0.15 else run["answer"]
-    start, end = CODE_AGENT.code
+    start, end = CODE_AGENT.code_tags
     messages = [_assistant(start + run["code"] + end), CODE_AGENT.shown(run["answer"])]
     return Transcript([*prompt, *messages, _answer(report)])
 

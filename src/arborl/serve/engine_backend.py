@@ -35,12 +35,12 @@ Token = tuple[int, float, TopLogprobs]
 """Id, log-probability, most likely tokens."""
 
 
-class EngineThread:
+class EngineThread(Engine):
     """An engine with its own thread and event loop, callable from any other event loop."""
 
     def __init__(self, engine: Engine):
         self.engine, self.follows_weights = engine, engine.follows_weights
-        self.streams = bool(getattr(engine, "streams", False))
+        self.can_stream = engine.can_stream
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="engine", daemon=True)
         self._thread.start()
@@ -50,18 +50,16 @@ class EngineThread:
 
         async def warm_up() -> None:
             await self.engine.load({}, version)
-            if (warm := getattr(self.engine, "warm", None)) is not None:
-                warm(sampling)
+            self.engine.warm_up(sampling)
 
         asyncio.run_coroutine_threadsafe(warm_up(), self.loop).result()
 
     async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, *, session: str, heard: TokenListener | None = None
+        self, prompt: Sequence[int], sampling: Sampling, *, session: str, listener: TokenListener | None = None
     ) -> Completion:
-        if heard is None:
-            return await self._call(self.engine.generate(prompt, sampling, session=session))
-        streaming: Any = self.engine
-        return await self._call(streaming.generate(prompt, sampling, session=session, heard=heard))
+        more: dict[str, Any] = {} if listener is None else {"listener": listener}
+        completion: Completion = await self._call(self.engine.generate(prompt, sampling, session=session, **more))
+        return completion
 
     async def load(self, weights: Weights, version: int) -> None:
         await self._call(self.engine.load(weights, version))
@@ -78,8 +76,8 @@ class EngineThread:
         return self.engine.metrics()
 
     @property
-    def crowded(self) -> bool:
-        return bool(getattr(self.engine, "crowded", False))
+    def is_saturated(self) -> bool:
+        return self.engine.is_saturated
 
     async def _call(self, work: Any) -> Any:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
@@ -115,12 +113,12 @@ class EngineTokenStream:
         self.backend, self.prompt, self.sampling, self.request = backend, prompt, sampling, request
 
     async def __aiter__(self) -> AsyncIterator[TokenChunk]:
-        engine: Any = self.backend.engine
+        engine = self.backend.engine
         breaker, session, top = self.backend.breaker, self.request.session, self.request.top_logprobs
         await self.backend.check_breaker()
         queue, num_sent = TokenQueue(top), 0
-        if getattr(engine, "streams", False):
-            generation = engine.generate(self.prompt, self.sampling, session=session, heard=queue)
+        if engine.can_stream:
+            generation = engine.generate(self.prompt, self.sampling, session=session, listener=queue)
         else:
             generation = engine.generate(self.prompt, self.sampling, session=session)
         sampling = asyncio.ensure_future(generation)
@@ -210,7 +208,7 @@ class EngineBackend:
         if room < 1:
             message = f"the prompt has {len(prompt)} tokens and fills the context of {self.max_context}"
             raise RequestError(message, param, CONTEXT_LENGTH_EXCEEDED)
-        if request.top_logprobs and not getattr(self.engine, "streams", False):
+        if request.top_logprobs and not self.engine.can_stream:
             raise RequestError("this engine does not return the most likely tokens", "top_logprobs")
         max_tokens = min(request.sampling.max_tokens, room)
         sampling = replace(request.sampling, max_tokens=max_tokens, stop=self.renderer.stop)

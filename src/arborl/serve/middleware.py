@@ -298,14 +298,14 @@ class ApiMiddleware(RequestFilter):
             await refusal(scope, receive, send)
             return
         if scope["method"] != "POST" or scope["path"] in PUBLIC_PATHS:
-            await self.hand_on(scope, receive, send)
+            await self.forward(scope, receive, send)
             return
         entered = False
         try:
             self.load.enter()
             entered = True
             await self.rates.count(key_name)
-            await self.hand_on(scope, receive, send)
+            await self.forward(scope, receive, send)
         except ServiceUnavailable as error:
             response = error_response(error.status, str(error), error.code, headers=retry_after(error))
             await response(scope, receive, send)

@@ -219,22 +219,21 @@ class Trainer:
 
     async def _pause_for_update(self) -> Callable[..., Awaitable[Metrics]]:
         """Pause an engine that shares weights or device with the learner; returns how to run the update."""
-        if getattr(self.engine, "shared", True):
+        if self.engine.shares_weights:
             await self._pause_engine()
-            if (sleep := getattr(self.engine, "sleep", None)) is not None:
-                await sleep()
-        threaded = getattr(self.engine, "threaded", False)
-        return self.thread.run_beside_engine if threaded and self.pipeline.busy else self.thread.run
+            await self.engine.sleep()
+        beside = self.engine.shares_threads and self.pipeline.busy
+        return self.thread.run_beside_engine if beside else self.thread.run
 
     async def _pause_engine(self) -> None:
         """The engine samples nothing until `_resume_engine`, if it can be paused."""
-        if (hold := getattr(self.engine, "hold", None)) is not None:
-            await hold()
+        if self.engine.can_pause:
+            await self.engine.pause()
             self.rollout.engine_time.hold(True)
 
     def _resume_engine(self) -> None:
-        if (release := getattr(self.engine, "release", None)) is not None:
-            release()
+        if self.engine.can_pause:
+            self.engine.resume()
             self.rollout.engine_time.hold(False)
 
     # -------------------------------------------------------------------------------------------- metrics

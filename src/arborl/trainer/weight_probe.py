@@ -24,7 +24,7 @@ class WeightSyncProbe:
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.is_done = not engine.follows_weights or getattr(engine, "verifies_weights", False)
+        self.is_done = not engine.follows_weights or engine.verifies_weights
         self.before: Completion | None = None
         self.num_unchanged = 0
 

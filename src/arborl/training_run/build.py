@@ -193,7 +193,7 @@ def _build(factory: RunPartFactory, training: bool) -> RunParts:
     return RunParts(
         config=config, model_folder=folder, model=model, renderer=renderer, engine=engine, source=trained, cast=cast,
         rollout=rollout, rewards=rewards, algorithm=algorithm, learner=learner, evaluator=evaluator, steps=steps,
-        sandbox=sandbox, tools=factory.open_tools, plan=plan, make_trackers=trackers, cluster=factory.cluster,
+        sandbox=sandbox, tools=factory.open_tools, plan=plan, tracker_makers=trackers, cluster=factory.cluster,
     )  # fmt: skip
 
 

@@ -160,8 +160,7 @@ class RunSession:
         log.info("memory: %s", self.parts.plan.summary)
         if self.parts.plan.warning:
             log.warning("%s", self.parts.plan.warning)
-        if (warm := getattr(self.parts.engine, "warm", None)) is not None:
-            warm(self.parts.rollout.sampling)
+        self.parts.engine.warm_up(self.parts.rollout.sampling)
         self.parts.learner.check_paths()
         self.execution = execution_of(self.parts.model)
         run_folder.write_execution(self.home, self.execution)

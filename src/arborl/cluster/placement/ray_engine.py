@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from arborl.cluster.placement.actors import ActorInfo, ClusterActor, VersionMismatch, check_versions
 from arborl.cluster.placement.ray_cluster import Actor, GpuSlot, RayCluster
 from arborl.cluster.placement.weight_arrays import WeightArrays, as_arrays, as_tensors
-from arborl.engines.engine import Engine, Weights
+from arborl.engines.engine import Engine, TokenListener, Weights
 from arborl.engines.engine_requests import check_sampling, read_prompt
 from arborl.engines.remote.replicas import Replica, ReplicaPool, ReplicaUnavailable, WeightMismatch, run_blocking
 from arborl.engines.remote.weight_sync import MAX_COARSE_GAP, MAX_LOGPROB_GAP, PROBE_PROMPT, WeightProbe
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SUMS = ("sampled", "read", "reused", "steps", "paused", "restarted", "seconds")
+SUMS = ("sampled", "read", "reused", "steps", "preempted", "restarted", "seconds")
 """Counts that are summed over engines."""
 
 
@@ -133,7 +133,7 @@ class EngineActor(ClusterActor):
         self.version: int | None = None
         model = plan.model.build("cuda" if gpu else "cpu")
         self.engine = LocalEngine(model, decode=_decoder(plan.tokenizer), **plan.settings)
-        self.engine.warm(plan.sampling)
+        self.engine.warm_up(plan.sampling)
 
     async def load(self, version: int, *parts: WeightArrays) -> int:
         """Load weights, in one or several parts."""
@@ -235,7 +235,9 @@ class RayEngine(Engine):
 
     # ------------------------------------------------------------------------------------------ engine interface
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling, *, session: str) -> Completion:
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, *, session: str, listener: TokenListener | None = None
+    ) -> Completion:
         """Sample with the session's engine, or with another one if it is gone."""
         if self.closed:
             raise EngineError("the engine is closed; make another")

@@ -78,9 +78,9 @@ class RayHolder(EnvProcess):
             call = self.actor.ask.remote(packed)
         except Exception as error:  # the cluster is gone
             raise OSError(str(error)) from error
-        call.future().add_done_callback(self._receive)
+        call.future().add_done_callback(self._on_answer)
 
-    def _receive(self, outcome: Future[Any]) -> None:
+    def _on_answer(self, outcome: Future[Any]) -> None:
         if (error := outcome.exception()) is not None:
             self._lose(error)
         else:

@@ -59,7 +59,7 @@ class ExtraModels:
         """From the settings; user-defined parts are not considered."""
         algorithms = (config.algorithm, *config.algorithm.by_source.values())
         return cls(
-            value=any(one.values for one in algorithms),
+            value=any(one.uses_critic for one in algorithms),
             reference=any(one.kl.coef > 0 or one.loss in ("dpo", "ipo", "kto") for one in algorithms),
         )
 

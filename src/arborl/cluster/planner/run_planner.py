@@ -161,7 +161,7 @@ class RunPlanner:
         extra = ExtraModels.of(self.config)
         passes = (2.0 if sizes.rank else 3.0) + plan.recompute
         scoring = float(extra.reference) + float(self.config.algorithm.importance_weights.kind != "none")
-        passes = passes * (2 if extra.value and learner.own_critic else 1) * learner.epochs + scoring
+        passes = passes * (2 if extra.value and learner.has_separate_critic else 1) * learner.epochs + scoring
         rank_terms = rank_tokens * terms / max(tokens, 1)
         compute = times.learning(rank_tokens, rank_terms, self.episodes.tokens / 2, passes) / width
         count = math.ceil(rank_tokens / max(plan.tokens, 1)) * learner.epochs

@@ -311,7 +311,7 @@ class Mixture(TaskSource):
             metrics[f"data/{name}/share_so_far"] = position.drawn.get(name, 0) / max(total, 1)
             metrics |= {f"data/{name}/{why}": float(number) for why, number in pool.counts.items()}
             episodes = [episode for group in groups if group.task.source == name for episode in group.valid_episodes]
-            if episodes and not episodes[0].given:
+            if episodes and not episodes[0].is_offline:
                 metrics[f"data/{name}/reward"] = float(np.mean([episode.reward for episode in episodes]))
             if (success := success_of(name, groups)) is not None:
                 metrics[f"data/{name}/success"] = success

@@ -71,13 +71,16 @@ class SamplingBatch:
 
     def select(self, rows: NDArray[np.int64]) -> SamplingBatch:
         """The same for some of the requests."""
-        columns = (self.temperature_B, self.top_k_B, self.top_p_B, self.min_p_B, self.uniform_B)
-        return SamplingBatch(*(column[rows] for column in columns), self.top)
+        return SamplingBatch(
+            self.temperature_B[rows], self.top_k_B[rows], self.top_p_B[rows], self.min_p_B[rows], self.uniform_B[rows],
+            self.top,
+        )  # fmt: skip
 
     def distribution(self, device: torch.device) -> DistributionParams:
         temperature = np.where(self.temperature_B == 0, 1.0, self.temperature_B)
         columns = (temperature, self.top_k_B, self.top_p_B, self.min_p_B)
-        return DistributionParams(*(torch.from_numpy(column).to(device) for column in columns), self.truncates)
+        heat, k, p, m = (torch.from_numpy(column).to(device) for column in columns)
+        return DistributionParams(heat, k, p, m, self.truncates)
 
 
 def sample_tokens(logits_BV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor, TopTokens | None]:

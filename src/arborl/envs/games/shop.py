@@ -106,7 +106,7 @@ class Shop(Env):
         text = shown if after else f"{INVALID}\n{shown}"
         return Step(
             Observation((Message("user", text),), state_key=self.state_key()),
-            purchase_reward=self.score if after else self.format_penalty,
+            reward=self.score if after else self.format_penalty,
             terminated=bought,
             truncated=not bought and self.steps >= self.max_steps,
             info={"valid": float(after is not None), "effective": float(effective)},

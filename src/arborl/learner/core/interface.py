@@ -36,6 +36,8 @@ class BaseLearner(ABC):
     model: PreTrainedModel
     """The policy whose weights an engine shares."""
     config: LearnerConfig
+    lr: float
+    """Learning rate of the policy before the schedule."""
     term_log: TermLog | None = None
     """Collects per-token results of updates; None where they are not recorded."""
 

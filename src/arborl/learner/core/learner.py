@@ -115,7 +115,7 @@ class Learner(BaseLearner):
         offloads = self.reference is not None and config.offload == "all" and not strategy.shards_weights
         self.offloaded_reference = OffloadedModel(self.reference) if offloads and self.reference is not None else None
         check_critic(config, needs.value)
-        separate = config.own_critic
+        separate = config.has_separate_critic
         self.critic = Critic(model, separate, config.critic_detach, origin) if needs.value else None
         self.path_selector = PathSelector(config.attention, config.recompute is True)
         self.micro_batcher = MicroBatcher(model, config, strategy.lockstep_group)

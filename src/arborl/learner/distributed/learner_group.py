@@ -157,6 +157,10 @@ class LearnerGroup(BaseLearner):
         assert gradients is not None
         return gradients
 
+    @property
+    def lr(self) -> float:  # type: ignore[override]
+        return self.learner.lr
+
     def update_reference(self) -> None:
         self._call_all("update_reference")
 

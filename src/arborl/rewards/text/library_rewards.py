@@ -472,7 +472,7 @@ def _lines(context: Context) -> Sequence[UserLine]:
 def _line_score(line: UserLine, exchanges: Sequence[Exchange]) -> float:
     """Score of the best reply to a line that meets its expectations."""
     return max(
-        (_reply_score(one) for one in exchanges if line.text in one.user and line.met_by(one.reply)), default=0.0
+        (_reply_score(one) for one in exchanges if line.text in one.user and line.is_met_by(one.reply)), default=0.0
     )
 
 
