@@ -18,7 +18,7 @@ from typing import Any
 
 from arborl.cluster.planner.hardware import GIB, device_named
 from arborl.cluster.planner.run_planner import PlacementPlan, RunPlanner
-from arborl.cluster.planner.step_time import StepEstimate, StepInputs, estimate_step
+from arborl.cluster.planner.step_time import StepEstimate, StepTimeInputs, estimate_step
 from arborl.cluster.planner.workload import LogNormal, TurnProfile, Workload, workload_from_options
 from arborl.config.load_config import from_kwargs
 
@@ -60,7 +60,7 @@ def first(made: RunPlanner, devices: int = 1) -> PlacementPlan:
 def engine_speed(made: RunPlanner, conversations: int) -> float:
     """Tokens a second of an engine that does nothing else."""
     found: StepEstimate = estimate_step(
-        StepInputs(
+        StepTimeInputs(
             episodes=made.episodes, groups=conversations, group_size=1, engines=1, max_requests=conversations,
             kv_tokens=1e12, sampling_step=made.times.sampling_step(), prefill=made.times.prefill,
             learn=lambda tokens, terms: 1e-9, publish=0.0,
@@ -166,7 +166,7 @@ def scheduler() -> Iterator[Row]:
         for lag in (0, 1):
             for seed in range(6):
                 found = estimate_step(
-                    StepInputs(
+                    StepTimeInputs(
                         episodes=Workload(draw, "", {}).sample(seed), groups=16, group_size=8, engines=1,
                         max_requests=1_000, kv_tokens=1e12, max_lag=lag, sampling_step=lambda rows, context: 1e-6,
                         prefill=lambda tokens: 0.0, learn=lambda tokens, terms, learn=learn: learn, publish=0.0,

@@ -153,7 +153,7 @@ def measured(recipe: Path, model: str, settings: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for played in training_run.measure([str(recipe)], training_run.MeasureOptions([*settings, f"model.name={model}"])):
         metrics = played.metrics
-        found[played.way] = [round(metrics[name], 4) for name in ("success", "success_low", "success_high")]
+        found[played.decoding] = [round(metrics[name], 4) for name in ("success", "success_low", "success_high")]
     return found
 
 

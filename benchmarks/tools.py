@@ -44,7 +44,7 @@ def enter(line: str) -> str:
 """
 LIMIT = """
 import os, sys, time
-from arborl.tools.core.rate_limit import LimitTimeout, RateLimit
+from arborl.tools.core.rate_limit import RateLimit, RateLimitTimeout
 count, rate, burst, seconds = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 folder = sys.argv[5]
 limit = RateLimit(60 * rate, burst, "load", folder=folder)
@@ -56,7 +56,7 @@ for number in range(count):
         try:
             while True:
                 stamps.append((limit.acquire_sync(timeout=begin + seconds - time.monotonic()), time.monotonic()))
-        except LimitTimeout:
+        except RateLimitTimeout:
             pass
         with open(f"{folder}/{number}.txt", "w") as file:
             file.writelines(f"{granted!r} {seen!r}\\n" for granted, seen in stamps)

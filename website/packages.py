@@ -26,6 +26,7 @@ USAGE_PAGES: dict[str, tuple[str, ...]] = {
     "conversational": ("guide.md", "trl.md"),
     "convert": ("migrate.md",),
     "data": ("data.md",),
+    "diagnosis": ("doctor.md",),
     "doctor": ("doctor.md", "troubleshooting.md"),
     "engines": ("engines.md",),
     "envs": ("environments.md",),
@@ -38,7 +39,7 @@ USAGE_PAGES: dict[str, tuple[str, ...]] = {
     "serve": ("serve.md",),
     "tools": ("tools.md",),
     "track": ("tracking.md", "run-folder.md"),
-    "trainer": ("concepts.md#one-step", "async.md"),
+    "trainer": ("concepts.md#one-training-step", "async.md"),
     "training_run": ("getting-started.md", "evaluation.md"),
     "tune": ("tuning.md",),
     "view": ("viewer.md", "run-folder.md"),
@@ -53,8 +54,8 @@ def page() -> str:
 
 def _package(name: str) -> Iterator[str]:
     text = ast.get_docstring(ast.parse((SOURCE / name / "__init__.py").read_text(encoding="utf-8"))) or ""
-    files = re.findall(r"^    (\w+(?:\.py|/)) +(.+(?:\n {8,}.+)*)$", text, re.MULTILINE)
-    prose = re.sub(r"^    .*$|\s*In reading order:\s*$", "", text, flags=re.MULTILINE)
+    files = re.findall(r"^ *(\w+(?:\.py|/)) +(.+(?:\n {8,}.+)*)$", text, re.MULTILINE)
+    prose = re.sub(r"^ *\w+(?:\.py|/) .*$|^    .*$|\s*In reading order:\s*$", "", text, flags=re.MULTILINE)
     yield f"## {name}\n"
     yield " ".join(prose.split()) + "\n"
     yield f"How to use it: {', '.join(f'[{page}]({page})' for page in USAGE_PAGES[name])}.\n"

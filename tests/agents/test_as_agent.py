@@ -90,8 +90,8 @@ def test_whatever_is_async_and_takes_three_things_is_an_agent(agent):
         (Plain, "`run` is not async.* Write `async def run\\(self, task, env, model\\)`"),
         (Plain(), "`run` is not async"),
         (Few(), "called with \\(task, env, model\\)"),
-        (makes_nothing, "NoneType is no agent"),
-        (object(), "object is no agent"),
+        (makes_nothing, "NoneType is not an agent"),
+        (object(), "object is not an agent"),
     ],
     ids=["function", "generator", "lambda", "class", "object", "too few", "maker", "nothing"],
 )

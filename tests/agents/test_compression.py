@@ -20,7 +20,7 @@ from arborl.chat import HermesParser, Renderer, Template
 from arborl.config.load_config import from_kwargs
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
-from arborl.envs.games.conversation import Conversation
+from arborl.envs.games.conversation_env import Conversation
 from arborl.errors import ConfigError
 from arborl.models.model_files import SEEDLING_DIR
 from arborl.rollout.recorder import EpisodeLimits

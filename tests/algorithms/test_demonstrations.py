@@ -39,7 +39,7 @@ def test_the_loss_is_the_algorithms_own_plus_the_weighted_imitation(config):
     played = [*random_groups(1), *random_groups(2, source="web")]
     algorithm = DemonstrationAlgorithm(make_algorithm(config), weight=0.3)
     kept = algorithm.keep([*played, *demonstrations(3)])
-    assert {number for number, one in enumerate(kept) if one.episodes[0].given} == {0, 3, 6}  # among the others
+    assert {number for number, one in enumerate(kept) if one.episodes[0].is_offline} == {0, 3, 6}  # among the others
     terms = algorithm.credit(kept, terms_of(kept))
     new = torch.from_numpy(terms.logprob + 0.05).requires_grad_()
     whole, seen = value(algorithm, new, batch_of(terms), torch.arange(len(terms)))

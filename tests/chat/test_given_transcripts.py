@@ -74,7 +74,7 @@ def test_ids_equal_those_of_a_rollout_in_which_the_model_says_the_same(family, r
     (shown,) = given(renderer, {"messages": TRANSCRIPT, "tools": TOOLS}).episodes
     replies = [call.completion.tokens for call in shown.calls]
     count = iter(range(len(replies)))
-    engine = ScriptedEngine(replies, make_parser=lambda prompt, session: next(count))
+    engine = ScriptedEngine(replies, choose=lambda prompt, session: next(count))
     cast = EpisodeFactories(lambda task: ToolAgent([ADD]), lambda task: Talk())
     rollout = Rollout(engine, renderer, cast, Sampling(512), EpisodeLimits(max_context=4096), 1)
     played = asyncio.run(rollout.play(Task("t"), 0, "t#0"))

@@ -18,7 +18,7 @@ from arborl.models.model_files import resolve
 from arborl.types import Completion, FinishReason, Message, ToolCall, ToolSpec
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "templates"
-SEEDLING = Path(__file__).parents[2] / "src" / "arborl" / "models" / "seedling" / "weights" / "chat_template.jinja"
+SEEDLING = Path(__file__).parents[2] / "src" / "arborl" / "seedling" / "weights" / "chat_template.jinja"
 TOOLS = (ToolSpec("add", "Add <|im_end|>.", {"type": "object", "properties": {"a": {"type": "number"}}}),)
 
 

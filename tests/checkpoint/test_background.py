@@ -51,7 +51,7 @@ def test_the_next_job_begins_when_the_one_before_has_ended(background):
     assert second.began.is_set()
 
 
-@pytest.mark.parametrize("call", ["look", "wait", "start"])
+@pytest.mark.parametrize("call", ["raise_if_failed", "wait", "start"])
 def test_a_failure_is_raised_by_whatever_is_called_next_and_once(background, call):
     job = Gate(DiskWriteError("disk full"))
     job.may_end.set()

@@ -92,7 +92,9 @@ def full_for_torch(folder):
 )
 def test_a_disk_that_refuses_is_one_sentence_and_the_former_checkpoint_is_intact(tmp_path, write, why):
     save(tmp_path, 1, writer(), {}, keep=1)
-    with pytest.raises(DiskWriteError, match=rf"step-000002: cannot be written: {why}\. .*is as it was") as raised:
+    with pytest.raises(
+        DiskWriteError, match=rf"step-000002: cannot be written: {why}\. .*existing files are unchanged"
+    ) as raised:
         save(tmp_path, 2, write, {}, keep=1)
     assert "\n" not in str(raised.value)
     assert find(tmp_path, "latest").name == "step-000001"
@@ -105,7 +107,7 @@ def test_a_model_in_a_checkpoint_is_compared_with_what_was_written(tmp_path, fli
     (folder / "optimizer.pt").unlink()  # whoever only plays may leave it out
     if flip:
         (folder / "model" / "model.safetensors").write_text("weighty")
-        with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors has the right size but not the bytes"):
+        with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors has the right size, but not the content"):
             check_model(folder / "model")
     else:
         assert check_model(folder / "model") == folder / "model"
@@ -203,7 +205,7 @@ def test_changed_bytes_of_the_same_size_are_found_by_hash(tmp_path):
     folder = save(tmp_path, 3, writer("weights"), {}, keep=3)
     (folder / "model" / "model.safetensors").write_text("weighty")
     assert find(tmp_path, "3", verify=False) == folder
-    with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors has the right size but not the bytes"):
+    with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors has the right size, but not the content"):
         find(tmp_path, "3")
 
 
@@ -221,7 +223,7 @@ def test_a_checkpoint_of_the_first_version_is_read_and_compared_as_then(tmp_path
     as_version_1(folder)
     assert find(tmp_path, "latest") == folder
     (folder / "model" / "model.safetensors").write_text("weighty")
-    with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors has the right size but not the bytes"):
+    with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors has the right size, but not the content"):
         find(tmp_path, "3")
 
 
@@ -233,7 +235,7 @@ def test_a_byte_changed_in_any_piece_of_a_file_is_found(tmp_path, monkeypatch, p
     data = bytearray(251)
     data[place] = 1
     (folder / "big").write_bytes(data)
-    with pytest.raises(DamagedCheckpoint, match="big has the right size but not the bytes"):
+    with pytest.raises(DamagedCheckpoint, match="big has the right size, but not the content"):
         find(tmp_path, "3")
 
 

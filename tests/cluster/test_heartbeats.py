@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from arborl.cluster.placement import actors
-from arborl.cluster.placement.actors import INTERVAL, TIMEOUT, ActorInfo, HeartbeatMonitor
+from arborl.cluster.placement.actors import INTERVAL, TIMEOUT, ActorHeartbeatMonitor, ActorInfo
 
 
 class FakeMethod:
@@ -52,8 +52,8 @@ def rounds(watch, seconds):
 
 
 def watched(monkeypatch, *nodes):
-    monkeypatch.setattr(HeartbeatMonitor, "_run", lambda self: None)
-    watch, made = HeartbeatMonitor(FakeRay(), "driver"), [FakeActor(*pair) for pair in enumerate(nodes)]
+    monkeypatch.setattr(ActorHeartbeatMonitor, "_run", lambda self: None)
+    watch, made = ActorHeartbeatMonitor(FakeRay(), "driver"), [FakeActor(*pair) for pair in enumerate(nodes)]
     for actor in made:
         watch.add(actor)
     return watch, made

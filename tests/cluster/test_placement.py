@@ -201,7 +201,7 @@ def test_a_run_on_two_nodes_that_loses_an_engine_and_a_worker_is_the_run_in_one_
 def test_an_engine_in_the_place_of_a_dead_one_has_the_newest_weights_before_its_first_request(two_nodes, monkeypatch):
     from arborl.engines.remote import replicas
 
-    monkeypatch.setattr(replicas, "AGAIN", 0.05)
+    monkeypatch.setattr(replicas, "RETRY_SECONDS", 0.05)
     parts = build(config_of("placement=ray", "placement.engines=1"))
     engine, how = parts.engine, Sampling(max_tokens=4, temperature=0.0)
 

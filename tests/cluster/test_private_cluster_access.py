@@ -19,10 +19,10 @@ from arborl.cluster.placement.private_cluster import PrivateCluster
 CLUSTER = """
 import json, os, sys
 import ray
-from arborl.cluster.placement.ray_cluster import Cluster
+from arborl.cluster.placement.ray_cluster import RayCluster
 from arborl.config.engine_config import PlacementConfig
 
-cluster = Cluster(PlacementConfig(name="ray", engines=1, seconds=600))
+cluster = RayCluster(PlacementConfig(name="ray", engines=1, seconds=600))
 ray.get(ray.remote(lambda: 1).remote())
 print(json.dumps(ray.get_runtime_context().gcs_address), flush=True)
 sys.stdin.read()

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from arborl.cluster.planner.step_time import StepInputs, estimate_step, expected_completion
+from arborl.cluster.planner.step_time import StepTimeInputs, estimate_step, expected_completion
 from arborl.cluster.planner.workload import TurnProfile, Workload
 
 
@@ -17,7 +17,7 @@ def estimate(draw=lambda rng: (TurnProfile(10, 100, 0.0),), **more):
         "kv_tokens": 1e9, "sampling_step": lambda rows, context: 0.01, "prefill": lambda tokens: 0.0,
         "learn": lambda tokens, terms: 0.5, "publish": 0.25,
     }  # fmt: skip
-    return estimate_step(StepInputs(**values | more))
+    return estimate_step(StepTimeInputs(**values | more))
 
 
 def test_expected_maxima_of_uniform_times():

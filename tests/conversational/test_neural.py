@@ -186,7 +186,7 @@ def test_long_conversations_are_cut_and_equal_pairs_left_out(tmp_path, caplog):
         used = trainer(tmp_path / "a", [*courteous(8), *same], max_tokens=60, epochs=1)
         reward = asyncio.run(used.train())
     assert "1 of 9 pairs are longer than max_tokens=60" in caplog.text
-    assert "1 of 9 pairs are left out: the model is shown the same of both" in caplog.text
+    assert "1 of 9 pairs are left out: both sides are equal" in caplog.text
     assert reward.model.max_tokens == 60
     with pytest.raises(ConfigError, match=r"0 of 3 pairs differ in their last 60 tokens"):
         asyncio.run(trainer(tmp_path / "b", same * 3, max_tokens=60).train())
@@ -219,7 +219,7 @@ def test_a_wrong_model_or_folder_is_an_error_before_training(tmp_path):
     assert not (tmp_path / "a").exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "letter.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"holds other things: letter\.txt"):
+    with pytest.raises(ConfigError, match=r"is not empty: letter\.txt"):
         asyncio.run(trainer(tmp_path / "full").train())
 
 

@@ -356,7 +356,7 @@ def test_a_cancelled_run_ends_and_the_next_can_start(tmp_path):
 
     started = asyncio.Event()
     asyncio.run(cancelled())
-    assert not wrapper_module.BUSY.locked()
+    assert not wrapper_module.TRAINING_LOCK.locked()
 
 
 @pytest.mark.slow

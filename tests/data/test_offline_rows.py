@@ -141,7 +141,7 @@ def test_rows_that_are_too_long_are_left_out_cut_later_or_refused(tmp_path):
     assert opened(path, overlong="cut").pools["rows"].counts["cut"] == 1
     with pytest.raises(ConfigError, match=r"line 21: the row has 13 tokens, sampling.max_context is 5. Raise it"):
         opened(path, overlong="refuse")
-    with pytest.raises(ConfigError, match="max_prompt_tokens: given rows count whole"):
+    with pytest.raises(ConfigError, match=r"data\.max_prompt_tokens: offline rows are limited by"):
         opened(path, max_prompt_tokens=3)
 
 

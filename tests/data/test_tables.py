@@ -260,7 +260,7 @@ def test_long_prompts_are_dropped_cut_or_refused_and_counted(tmp_path):
         opened(path=path, max_prompt_tokens=30, overlong="refuse", length=counted)
     with pytest.raises(ConfigError, match=r"all rows are filtered out \(40 overlong\)"):
         opened(path=written(tmp_path, ["y" * 50] * 40), max_prompt_tokens=30, length=counted)
-    with pytest.raises(ConfigError, match="no tokenizer here"):
+    with pytest.raises(ConfigError, match=r"data\.max_prompt_tokens: there is no tokenizer"):
         opened(path=path, max_prompt_tokens=30)
 
 

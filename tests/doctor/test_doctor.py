@@ -21,7 +21,7 @@ from arborl.config.config_base import Config
 from arborl.config.load_config import load
 from arborl.diagnosis import examine_run
 from arborl.diagnosis.episode_rules import EPISODE_RULES
-from arborl.diagnosis.run_folder import match_rules
+from arborl.diagnosis.folder_diagnosis import match_rules
 from arborl.diagnosis.run_monitor import DiagnosisMonitor
 from arborl.diagnosis.step_rules import STEP_RULES
 from arborl.diagnosis.trend_rules import TREND_RULES

@@ -64,7 +64,7 @@ def nothing_is_sampled(request, monkeypatch):
         return {}
 
     if "[sft]" not in request.node.name:  # drawing takes longer than training here
-        monkeypatch.setattr("arborl.training_run.run_session.keepsakes", no_pictures)
+        monkeypatch.setattr("arborl.training_run.run_session.write_artifacts", no_pictures)
 
 
 def invoke(*words: str) -> Result:

@@ -30,7 +30,7 @@ SMALL = [
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr(replicas, "AGAIN", 0.02)
+    monkeypatch.setattr(replicas, "RETRY_SECONDS", 0.02)
 
 
 @pytest.fixture

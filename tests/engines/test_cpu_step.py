@@ -86,7 +86,7 @@ def threads(request):
 def test_tokens_and_logprobs_are_torchs(family, page_size):
     model = made(family)
     ours = LocalEngine(model, 100, 8, 900, page_size)
-    theirs = LocalEngine(model, 100, 8, 900, page_size, load_c_library=False)
+    theirs = LocalEngine(model, 100, 8, 900, page_size, compiled=False)
     assert isinstance(ours.runner, CpuModelRunner)
     assert isinstance(theirs.runner, TorchModelRunner)
     same(converse(ours), converse(theirs), 2e-5)
@@ -102,19 +102,19 @@ def test_a_tokens_numbers_depend_neither_on_its_neighbours_nor_on_threads(seedli
 def test_a_prompt_in_the_hands_of_several_threads_is_read_as_by_one(seedling, threads):
     model, _ = seedling
     ours = converse(LocalEngine(model, 400), [{}], [333])
-    same(ours, converse(LocalEngine(model, 400, load_c_library=False), [{}], [333]), 5e-5)
+    same(ours, converse(LocalEngine(model, 400, compiled=False), [{}], [333]), 5e-5)
 
 
 MANY_THREADS = """
 import asyncio, torch
-from arborl.engines.local.cpu_runner import CpuExecutor
+from arborl.engines.local.cpu_runner import CpuModelRunner
 from arborl.engines.local import LocalEngine
 from arborl.models.model_loading import load_model, resolve
 from arborl.types import Sampling
 
 model = load_model(resolve("seedling"), device="cpu")
 engines = [LocalEngine(model, 450), LocalEngine(model, 450)]
-assert all(isinstance(engine.runner, CpuExecutor) for engine in engines)
+assert all(isinstance(engine.runner, CpuModelRunner) for engine in engines)
 first = {}
 for threads in (1, 2, 7, 8, 33, 64, 2, 40):
     torch.set_num_threads(threads)
@@ -157,7 +157,7 @@ def test_where_the_system_starts_no_more_threads_fewer_read_the_prompt(seedling,
 def test_adapters_are_in_what_is_sampled_and_follow_an_update():
     model = made("qwen2")
     model.add_adapter(peft.LoraConfig(r=3, lora_alpha=7, target_modules="all-linear"), "default")
-    ours, theirs = LocalEngine(model, 100), LocalEngine(model, 100, load_c_library=False)
+    ours, theirs = LocalEngine(model, 100), LocalEngine(model, 100, compiled=False)
     assert isinstance(ours.runner, CpuModelRunner)
     before = converse(ours)
     with torch.no_grad():

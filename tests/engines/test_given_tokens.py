@@ -30,7 +30,7 @@ async def talks(engine: LocalEngine, grows: bool) -> list[tuple]:
 
     found = await asyncio.gather(*(talk(number) for number in range(3)))
     counts = engine.metrics()
-    return [*found, [(counts[f"engine/{name}"],) for name in ("sampled", "read", "reused", "paused", "hit_rate")]]
+    return [*found, [(counts[f"engine/{name}"],) for name in ("sampled", "read", "reused", "preempted", "hit_rate")]]
 
 
 @pytest.mark.parametrize("pages", [{"page_size": 4}, {"page_size": 0}, {"page_size": 4, "kv_tokens": 100}])

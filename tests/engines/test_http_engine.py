@@ -24,7 +24,7 @@ KINDS = ("vllm", "vllm completions", "sglang")
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr(replicas, "AGAIN", 0.02)
+    monkeypatch.setattr(replicas, "RETRY_SECONDS", 0.02)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_a_version_may_be_given_again(seedling, serve):
 
 
 def test_an_update_that_does_not_arrive_is_noticed(seedling, serve):
-    with pytest.raises(EngineError, match=r"does not say what the learner's model says.*processed_logprobs"):
+    with pytest.raises(EngineError, match=r"does not match the learner's model.*processed_logprobs"):
         connected(seedling, serve(deaf=True), model=moved(seedling))
 
 
@@ -203,7 +203,7 @@ def test_a_server_that_comes_back_as_another_is_not_taken_back(seedling, serve, 
         first.context = 32
         first.restart()
         async with asyncio.timeout(20):
-            while "is not taken back" not in caplog.text:
+            while "is not used" not in caplog.text:
                 await asyncio.sleep(0.01)
         done = await asyncio.gather(*(ask(engine, session=str(i)) for i in range(4)))
         await engine.close()
@@ -332,7 +332,7 @@ def test_a_server_that_takes_no_weights_is_refused_for_training_and_measured_all
 
 
 def test_a_server_that_only_chats_is_refused_for_training_with_the_reason(seedling, serve):
-    with pytest.raises(EngineError, match=r"it takes and gives text.*arborl evaluate"):
+    with pytest.raises(EngineError, match=r"it takes and returns text.*arborl evaluate"):
         connected(seedling, serve("chat"))
 
 
@@ -343,7 +343,7 @@ def test_a_server_of_another_tokenizer_is_refused(seedling, serve):
 
     server = serve()
     server.renderer = Other
-    with pytest.raises(EngineError, match=r"has another tokenizer: it cuts 'Hello, world!'… into 60 tokens"):
+    with pytest.raises(EngineError, match=r"has another tokenizer: it splits 'Hello, world!'… into 60 tokens"):
         connected(seedling, server)
 
 
@@ -354,7 +354,7 @@ def test_a_server_of_another_model_is_refused(seedling, serve, tiny_llama):
 
 
 def test_a_server_with_less_context_or_another_name_is_refused(seedling, serve):
-    with pytest.raises(EngineError, match=r"serves policy, and not engine.model=other"):
+    with pytest.raises(EngineError, match=r"serves policy: engine.model=other is not among them"):
         connected(seedling, serve(), named="other")
     with pytest.raises(
         EngineError, match=r"reads 32 tokens, and sampling.max_context=64. Start it with --max-model-len"

@@ -37,11 +37,11 @@ def test_training_it_leaves_the_added_weights_at_zero(padded):
     loss_of(padded).backward()
     layer = padded.model.layers[2].self_attn
     heads = PaddedHeads(40, 64)
-    added = sorted({*range(64)} - {*heads.place.tolist()})
+    added = sorted({*range(64)} - {*heads.index.tolist()})
     for projection in (layer.q_proj, layer.k_proj, layer.v_proj):
         gradient = projection.weight.grad.view(-1, 64, projection.weight.shape[1])
         assert gradient[:, added].abs().max() == 0
-        assert gradient[:, heads.place].abs().max() > 0
+        assert gradient[:, heads.index].abs().max() > 0
     assert layer.o_proj.weight.grad.view(160, -1, 64)[..., added].abs().max() == 0
     padded.zero_grad()
 

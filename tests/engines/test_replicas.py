@@ -14,7 +14,7 @@ SILENT = 0.3
 
 
 def test_time_is_lost_from_when_a_replica_was_last_heard_and_not_from_when_it_is_found_gone(monkeypatch, caplog):
-    monkeypatch.setattr(replicas, "AGAIN", 0.01)
+    monkeypatch.setattr(replicas, "RETRY_SECONDS", 0.01)
     places = [Replica("a", up=True), Replica("b", up=True)]
     dead = {"a"}
 

@@ -108,16 +108,16 @@ def engine(seedling):
 
 def labelled(engine):
     """As after an update that nobody has looked at."""
-    return engine.process.answer("load", 5, version=f"{engine.run}:0")
+    return engine.process.call("load", 5, version=f"{engine.run}:0")
 
 
 def test_weights_that_do_not_arrive_are_noticed_after_the_update(engine, seedling):
-    with pytest.raises(EngineError, match="vLLM does not say what the learner's model says"):
+    with pytest.raises(EngineError, match="vLLM does not match the learner's model"):
         asyncio.run(engine.load(seedling[0].state_dict(), 1))
 
 
 def test_what_was_sampled_from_weights_that_are_not_ours_is_refused(engine):
-    with pytest.raises(EngineError, match="weights that are not ours"):
+    with pytest.raises(EngineError, match="weights of another run"):
         asyncio.run(engine.generate([1], Sampling(3), session="a"))
 
 

@@ -126,7 +126,7 @@ def test_a_server_that_is_killed_and_started_again_samples_from_the_newest_weigh
         while not all(replica.up for replica in engine.replicas):
             await asyncio.sleep(0.2)
         await ask(16)
-        shares = [sum(where is replica for where in engine.sessions.values()) for replica in engine.replicas]
+        shares = [sum(where is replica for where in engine.routes.sessions.values()) for replica in engine.replicas]
         await engine.close()
         return shares
 
@@ -150,7 +150,7 @@ def test_a_run_goes_on_when_a_server_is_killed_and_the_restarted_one_samples_fro
 
     async def watched(engine, given, version):
         nonlocal heard
-        places.setdefault(version - 1, {name: replica.url for name, replica in engine.sessions.items()})
+        places.setdefault(version - 1, {name: replica.url for name, replica in engine.routes.sessions.items()})
         await load(engine, given, version)
         weights[version] = {name: tensor.detach().clone() for name, tensor in given.items()}
         if version == 2:

@@ -135,7 +135,7 @@ def test_a_start_that_depends_on_the_episodes_seed_is_found():
         async def reset(self, task, seed):
             return await super().reset(replace(task, seed=seed), seed)
 
-    assert "draw the start state from task.seed" in check_env(Seedy, TASK)[0]
+    assert "derive the start state from task.seed" in check_env(Seedy, TASK)[0]
 
 
 def test_whatever_raises_is_a_problem_and_not_an_exception():
@@ -197,7 +197,7 @@ def test_it_can_be_called_inside_an_event_loop():
 
 
 def test_the_assertion_lists_the_problems():
-    with pytest.raises(AssertionError, match=r"breaks its contract:\n- step\(\) returned reward=nan"):
+    with pytest.raises(AssertionError, match=r"violates the protocol:\n- step\(\) returned reward=nan"):
         assert_env(lambda: Bent(lambda step: replace(step, reward=math.nan)), TASK)
 
 

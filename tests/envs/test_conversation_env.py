@@ -5,7 +5,15 @@ import json
 import pytest
 
 from arborl.envs.checker import check_env
-from arborl.envs.games.conversation import CONVERSATION_CONFIGS, EMPTY, END, Conversation, Persona, Scenario, UserLine
+from arborl.envs.games.conversation_env import (
+    CONVERSATION_CONFIGS,
+    EMPTY,
+    END,
+    Conversation,
+    Persona,
+    Scenario,
+    UserLine,
+)
 from arborl.envs.games.conversation_presets import read_scenario, split_pairs
 from arborl.rewards.answers import environment
 from arborl.rewards.reward import Rewards
@@ -157,7 +165,7 @@ def shrug(messages):
 
 
 def test_a_simulated_user_who_says_no_text_is_named():
-    with pytest.raises(TypeError, match=r"received 7 \(int\): return a Message or a str"):
+    with pytest.raises(TypeError, match=r"returned 7 \(int\): return a Message or a str"):
         talk(Conversation(user=lambda messages: 7, personas=QUIET), "a")
 
 
@@ -173,7 +181,7 @@ def test_scenarios_come_from_a_file_and_mistakes_in_them_are_named(tmp_path):
         ([{**OTHER, "user_responses": ["hi", 3]}], "scenarios.0.user_responses.1=3"),
         ([{**OTHER, "user_responses": [{"text": "hi", "expects": []}]}], "user_responses.0="),
         (str(tmp_path / "none.json"), "no such file"),
-        (str(file.with_suffix(".x")), "a list of scenarios is wanted"),
+        (str(file.with_suffix(".x")), "write a list of scenarios"),
     ]:
         with pytest.raises(ValueError, match=says):
             Conversation(scenarios=given)

@@ -148,5 +148,5 @@ def test_a_run_with_tags_trains_from_end_to_end(tmp_path):
 
 def test_redundancy_is_refused_where_a_run_must_not_depend_on_the_clock():
     for key, value in (("redundancy", 2), ("group_seconds", 5.0)):
-        with pytest.raises(ConfigError, match="depends on the clock"):
+        with pytest.raises(ConfigError, match="depends on time"):
             validate(RunConfig, {"deterministic": True, "rollout": {key: value}})

@@ -193,7 +193,7 @@ def test_what_counts_as_success_can_be_said_and_is_not_claimed_where_nobody_know
     assert metrics("", success=-1000)["success"] == 0.0  # the last move was not the agent's
     assert metrics("", *path[:1], success=-1000)["success"] == 1.0
     for wrong in ("won", True):
-        with pytest.raises(ValueError, match="give 'terminated', or the rewards that make an episode a success"):
+        with pytest.raises(ValueError, match="give 'terminated', or the minimum return of a success"):
             from_gymnasium("CliffWalking-v1", success=wrong)
 
 

@@ -74,7 +74,7 @@ def test_a_field_the_server_does_not_have_is_named_and_a_step_limit_cuts():
         await env.reset(Task("t"), 0)
         return await env.step(Message("assistant", "a"))
 
-    with pytest.raises(ValueError, match="observation_field='words': the server's observation has text"):
+    with pytest.raises(ValueError, match="observation_field='words': the observation has text"):
         asyncio.run(play(observation_field="words"))
     assert asyncio.run(play(max_steps=1)).truncated
 

@@ -17,7 +17,7 @@ from arborl.engines.scripted import ScriptedEngine
 from arborl.envs import from_gymnasium
 from arborl.envs.checker import check_env
 from arborl.envs.env import Env, Observation, Step
-from arborl.envs.games.conversation import Conversation
+from arborl.envs.games.conversation_env import Conversation
 from arborl.envs.games.frozen_lake import RULES, FrozenLake
 from arborl.envs.prompt_wrapper import PromptLimits, prepend_system_prompt, wrap_with_prompt
 from arborl.errors import ConfigError
@@ -185,7 +185,7 @@ def test_it_runs_where_the_environment_would_and_by_its_name():
         await placed.close()
         return type(placed).__name__, name
 
-    assert asyncio.run(place(FrozenLake())) == ("PromptedEnv", "FrozenLake")
+    assert asyncio.run(place(FrozenLake())) == ("PromptWrapper", "FrozenLake")
     assert asyncio.run(place(Guess())) == ("ThreadEnv", "Guess")
 
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arborl.envs.games.rooms import BACK, TREASURE, Rooms, RoomsState, draw_rooms_map, legal_commands, shortest_solution
+from arborl.envs.games.rooms import Rooms
+from arborl.envs.games.rooms_map import BACK, TREASURE, RoomsState, draw_rooms_map, legal_commands, shortest_solution
 from arborl.types import Message, Task
 
 seeds = st.integers(0, 2**63 - 1)
@@ -120,5 +121,5 @@ def test_arguments_that_make_no_house_are_refused(wrong):
 
 
 def test_a_house_that_is_too_far_for_its_limit_is_an_error_and_not_a_hang():
-    with pytest.raises(ValueError, match="no house of split 'train'"):
+    with pytest.raises(ValueError, match="no map of split 'train'"):
         draw_rooms_map(0, "train", 12, 6, 3)

@@ -201,14 +201,14 @@ def test_boxoban_files_and_folders_of_them_are_played(tmp_path):
         ("#####\n#@$ #\n#####", "1 boxes and 0 targets"),
         ("#####\n# $.#\n#####", "0 players"),
         ("#####\n#@$.?\n#####", "'\\?' in row 2"),
-        ("#####\n @$.#\n#####", "the edge has a gap"),
+        ("#####\n @$.#\n#####", "the border has a gap"),
     ],
 )
 def test_a_level_that_cannot_be_played_is_refused_with_its_place(text, says, tmp_path):
     (tmp_path / "bad.txt").write_text(text)
     with pytest.raises(ValueError, match=rf"bad.txt, level 1: .*{says}"):
         read_levels(str(tmp_path / "bad.txt"))
-    with pytest.raises(ValueError, match="no level files there"):
+    with pytest.raises(ValueError, match="no level files"):
         read_levels(str(tmp_path / "none.txt"))
 
 

@@ -77,7 +77,7 @@ def test_steps_that_sample_nothing_reach_a_busy_gpu_unchanged(device):
     from arborl.engines.local.cuda_graph_runner import CudaGraphModelRunner
 
     executor = CudaGraphModelRunner(model_of("llama", "bfloat16").to(device), 8, 32, CONTEXT, 16)
-    executor.warm(False)
+    executor.warm_up(False)
     table = np.arange(CONTEXT // 32, dtype=np.int32)[None]
     none = np.zeros(0)
     pieces = [

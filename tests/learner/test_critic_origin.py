@@ -102,7 +102,7 @@ def test_it_is_trained_and_resumes_from_a_checkpoint(policy, judge, tmp_path):
 def test_models_that_cannot_be_a_critic_are_refused(policy, judge, tmp_path):
     with pytest.raises(ConfigError, match="its head has 3 labels"):
         load_critic_init(saved(tmp_path / "three", num_labels=3), policy, judge)
-    with pytest.raises(ConfigError, match="knows 40 tokens, and the policy 50"):
+    with pytest.raises(ConfigError, match="has 40 tokens, and the policy's 50"):
         load_critic_init(saved(tmp_path / "small", vocabulary=40), policy, judge)
     other = saved(tmp_path / "other")
     shutil.copyfile(resolve("seedling") / "tokenizer.json", other / "tokenizer.json")
@@ -110,7 +110,7 @@ def test_models_that_cannot_be_a_critic_are_refused(policy, judge, tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "tokenizer.json").write_text(text.replace('"vocab": {', '"vocab": {"never heard": 9999, ', 1))
-    with pytest.raises(ConfigError, match="reads other tokens"):
+    with pytest.raises(ConfigError, match="its tokenizer differs"):
         load_critic_init(other, policy, mine)
 
 
@@ -118,7 +118,7 @@ def test_models_that_cannot_be_a_critic_are_refused(policy, judge, tmp_path):
     ("settings", "message"),
     [
         (["algorithm=grpo", "learner.critic_from=seedling"], "needs no values"),
-        (["algorithm=ppo", "learner.critic_from=seedling", "learner.critic=shared"], "a model of its own"),
+        (["algorithm=ppo", "learner.critic_from=seedling", "learner.critic=shared"], "for a separate critic"),
     ],
 )
 def test_settings_without_such_a_critic_are_refused(settings, message):

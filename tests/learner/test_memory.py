@@ -77,7 +77,9 @@ def test_what_layers_keep_is_what_is_counted(kind, rank):
     model = model_of(kind, rank)
     tokens, counted = kept_bytes(model, ExecutionPath("causal"))
     sizes = model_sizes(model)
-    assert counted == pytest.approx(tokens * sizes.layers * sizes.layer(fused=False, fused_norms=False), rel=0.08)
+    assert counted == pytest.approx(
+        tokens * sizes.layers * sizes.layer(uses_fused_layers=False, fused_norms=False), rel=0.08
+    )
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

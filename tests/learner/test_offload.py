@@ -118,7 +118,7 @@ def test_between_steps_masters_take_no_memory_of_the_device(tiny_llama):
     model, algorithm = copy.deepcopy(tiny_llama).bfloat16(), Fake()
     learner = learner_of(model, algorithm, "optimizer")
     step(learner, algorithm, 0)
-    masters = learner.optimizer.parts["policy"].all
+    masters = learner.optimizer.parts["policy"].masters
     assert all(master.untyped_storage().nbytes() == 4 for master in masters)
     assert all(master.shape == p.shape for p, master in learner.optimizer.parts["policy"].pairs)
 
@@ -138,14 +138,14 @@ def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was(tiny_llama):
 def test_an_offloaded_model_takes_device_memory_only_inside_its_context(tiny_llama):
     model = copy.deepcopy(tiny_llama)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    guest = OffloadedModel(model)
+    offloaded = OffloadedModel(model)
     assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
-    with guest.here():
+    with offloaded.on_device():
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         with torch.no_grad():
             next(model.parameters()).fill_(2.0)
     assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
-    with suppress(ZeroDivisionError), guest.here():
+    with suppress(ZeroDivisionError), offloaded.on_device():
         assert float(next(model.parameters()).detach().min()) == 2.0
         raise ZeroDivisionError
     assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())

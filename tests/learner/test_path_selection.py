@@ -118,10 +118,10 @@ def test_the_sample_is_a_tree_that_branches_twice_or_a_chain(model, chain):
     assert len(branch_starts(TokenTree(batch.tokens, batch.depth, batch.end))) == (1 if chain else 4)
 
 
-@pytest.mark.parametrize("kind", ["lean", "library"])
+@pytest.mark.parametrize("kind", ["fast", "library"])
 def test_recomputation_gives_the_same_gradients_and_keeps_less(model, batch, kind, monkeypatch):
     if kind == "library":
-        monkeypatch.setattr(path_selection, "is_lean", lambda model: False)
+        monkeypatch.setattr(path_selection, "has_fast_forward", lambda model: False)
     training = [module.training for module in model.modules()]
     kept, found = [], []
     for recompute in (False, True):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from arborl.learner.attention import tree_attention
 from arborl.learner.attention.path_selection import cheapest_attention
-from arborl.learner.attention.tree_attention import BlockAttention, CausalAttention, DenseAttention
+from arborl.learner.attention.tree_attention import BlockAttention, DenseAttention, PackedCausalAttention
 from arborl.learner.core.packing import MicroBatch, pack
 from arborl.models.attention import AttentionLimits
 from arborl.rollout.token_trees import build_token_trees, tree_of_sequences
@@ -74,7 +74,7 @@ def test_blocks_and_squares_equal_the_rule_in_value_and_gradient(monkeypatch, fo
 def test_chains_of_any_lengths_need_no_mask(chains, bounds):
     batch = batch_of([tree_of_sequences([chain])[0] for chain in chains])
     assert batch.is_unbranched
-    assert_equal_to_the_rule(batch, [CausalAttention(batch, CPU)], 0, bounds)
+    assert_equal_to_the_rule(batch, [PackedCausalAttention(batch, CPU)], 0, bounds)
 
 
 @pytest.mark.parametrize(("branches", "expected"), [(1, "causal"), (2, "dense"), (40, "blocks")])

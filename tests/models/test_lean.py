@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from arborl.models import fast_forward
-from arborl.models.attention import library_hidden_states
+from arborl.models.attention import CausalAttention, library_hidden_states
 
 SIZES = {
     "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -53,7 +53,7 @@ def test_values_and_gradients_are_the_librarys(kind):
     results = []
     for way in (library_hidden_states, fast_forward.fast_hidden_states):
         model.zero_grad()
-        out = way(model, tokens, positions, fast_forward.Causal())
+        out = way(model, tokens, positions, CausalAttention())
         out.square().mean().backward()
         results.append([out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
     for theirs, ours in zip(*results, strict=True):
@@ -64,10 +64,10 @@ def test_values_and_gradients_are_the_librarys(kind):
 def test_the_rows_that_are_wanted_are_those_of_the_whole_in_value_and_gradient(kind):
     model = random(kind).double()
     tokens, positions, wanted = torch.randint(0, 60, (20,)), torch.arange(3, 23), torch.tensor([0, 4, 5, 13, 19])
-    attend, results = fast_forward.Causal(), []
+    attend, results = CausalAttention(), []
     ways = (
         lambda: fast_forward.fast_hidden_states(model, tokens, positions, attend)[wanted],
-        lambda: fast_forward.fast_hidden_states(model, tokens, positions, attend, wanted=wanted),
+        lambda: fast_forward.fast_hidden_states(model, tokens, positions, attend, rows=wanted),
         lambda: fast_forward.fast_hidden_states(model, tokens, positions, attend, fast_forward.run_layers, wanted),
     )
     for way in ways:

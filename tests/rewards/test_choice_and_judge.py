@@ -80,7 +80,7 @@ def test_any_text_can_be_read(text):
 
 
 def test_a_reward_without_a_judgement_says_what_is_missing():
-    with pytest.raises(TypeError, match="give it a method `judge`"):
+    with pytest.raises(TypeError, match="needs a method `judge`"):
         value(PenalizedReward(), episode("x"))
 
 

@@ -120,9 +120,9 @@ def test_one_that_gives_up_and_a_model_that_fails_cost_no_one_else(folder, monke
 def test_what_is_no_reward_model_is_refused_before_anything_is_read(folder, tmp_path):
     two = classifier(tmp_path / "two", labels=3)
     for given, output in (
-        ({"path": str(two)}, "no sequence classifier of one label"),
-        ({"path": str(resolve("seedling"))}, "is a LlamaForCausalLM and no sequence classifier"),
-        ({"path": "nowhere"}, "no folder of a model"),
+        ({"path": str(two)}, "is a LlamaForSequenceClassification, not a sequence classifier with one label"),
+        ({"path": str(resolve("seedling"))}, "is a LlamaForCausalLM, not a sequence classifier"),
+        ({"path": "nowhere"}, "path=nowhere: not the folder of a Hugging Face model"),
         ({"path": str(folder), "batch": 0}, "give 1 or more"),
         ({"path": str(folder), "dtype": "int8"}, "give float32"),
         ({"path": str(folder), "bach": 2}, "Did you mean 'batch'?"),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import arborl
-from arborl.envs.games.conversation import Conversation
+from arborl.envs.games.conversation_env import Conversation
 from arborl.rewards import REWARDS
 from arborl.rewards.text.text_measures import ConversationTurn, episode_of, exchanges, without_thinking
 from arborl.types import Message, Task

@@ -214,7 +214,7 @@ def test_equal_texts_in_other_tokens_go_on_from_the_message_they_are(seedling):
         tokens = (*ids, renderer.stop[0])
         completion = Completion(tokens, (0.0,) * len(tokens), FinishReason.STOP)
         output.append(renderer.read(completion))
-        conversations.record(prompt, completion, output=output[-1])
+        conversations.record(prompt, completion, reply=output[-1])
     more = Message("user", "Go on.")
     for ids, message in zip((letters, whole, whole), (*output, replace(output[0])), strict=True):
         tokens = conversations.prompt([*WHO, message, more]).tokens

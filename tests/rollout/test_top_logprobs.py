@@ -46,5 +46,5 @@ def test_a_token_is_not_its_own_rival_and_what_could_not_be_drawn_is_none():
 
 
 def test_an_engine_that_cannot_tell_them_is_refused():
-    with pytest.raises(ValueError, match=r"track\.rivals=2 with engine=vllm"):
+    with pytest.raises(ValueError, match=r"track\.top_logprobs=2 with engine=vllm"):
         RunConfig(track={"top_logprobs": 2}, engine={"name": "vllm"})

@@ -53,8 +53,8 @@ CALLS = {
     "run_code": "from arborl.sandbox import run_code_sync; print(run_code_sync('6 * 7').value)",
     "python tool": "import asyncio\nfrom arborl.tools.library.python import python\n"
     "print(asyncio.run(python.run({'code': '6 * 7'})).content)",
-    "tool server": "import asyncio\nfrom arborl.tools.remote.tool_dispatcher import Desk\n"
-    "async def f(): return await Desk([]).execute('6 * 7')\nprint(asyncio.run(f()).value)",
+    "tool server": "import asyncio\nfrom arborl.tools.remote.tool_dispatcher import ToolDispatcher\n"
+    "async def f(): return await ToolDispatcher([]).execute('6 * 7')\nprint(asyncio.run(f()).value)",
     "code reward": "import asyncio\nfrom arborl.rewards.code_tests import CodeTests\nfrom arborl.types import *\n"
     f"task = Task('t', fields={{'tests': {TESTS}}})\n"
     "e = Episode('e', task, turns=[Turn(Message('assistant', 'def f(): return 1'))])\n"

@@ -11,7 +11,7 @@ pytest.importorskip("uvicorn", reason="the extra 'serve'")
 
 from serve_clients import running
 
-from arborl.serve.model_loading import load_for_serving
+from arborl.serve.served_model import load_for_serving
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ import time
 import pytest
 from serve_clients import CHAT, HELLO, client_of
 
+from arborl.engines.engine import Engine
 from arborl.errors import ConfigError, EngineError
 from arborl.serve.api_server import ServerLimits
 from arborl.serve.engine_backend import EngineBackend
@@ -25,7 +26,7 @@ KILLED_SERVER = f"""
 import asyncio, os, sys
 from pathlib import Path
 import arborl.tools.core.rate_limit as limit
-limit.default_folder = lambda: Path(sys.argv[1])
+limit.default_limit_dir = lambda: Path(sys.argv[1])
 from arborl.serve.middleware import KeyRateLimits
 async def serve():
     rates = KeyRateLimits({NAMES!r}, 6, 2)
@@ -141,15 +142,12 @@ def test_draining_refuses_new_requests_and_waits_for_running_ones():
 
 
 def test_the_circuit_breaker_opens_after_repeated_engine_failures(loaded):
-    class FailingEngine:
-        follows_weights, streams, num_calls = True, True, 0
+    class FailingEngine(Engine):
+        can_stream, num_calls = True, 0
 
-        async def generate(self, prompt, sampling, *, session, heard=None):
+        async def generate(self, prompt, sampling, *, session, listener=None):
             self.num_calls += 1
             raise EngineError("no")
-
-        def metrics(self):
-            return {}
 
     engine = FailingEngine()
     broken = EngineBackend(engine, loaded.backend.renderer, loaded.backend.vocab_size, "seedling", 64)

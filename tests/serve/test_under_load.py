@@ -24,7 +24,7 @@ from arborl.models.model_files import SEEDLING_DIR
 from arborl.serve.api_server import make_app
 from arborl.serve.engine_backend import EngineBackend
 from arborl.serve.middleware import ApiKeys
-from arborl.serve.model_loading import CheckpointFollower
+from arborl.serve.served_model import CheckpointFollower
 from arborl.serve.sessions import SessionStore
 
 STREAM = {**HELLO, "stream": True, "temperature": 1.0}
@@ -214,7 +214,7 @@ def test_a_disconnected_client_frees_its_place_in_the_engine(address, loaded):
                 await anext(response.aiter_bytes())
             assert response.status_code == 200
             for _ in range(200):
-                if not loaded.served.engine.scheduler.busy:
+                if not loaded.served.engine.scheduler.has_work:
                     return True
                 await asyncio.sleep(0.05)
             return False

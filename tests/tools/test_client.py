@@ -26,7 +26,7 @@ from arborl.types import Task, ToolCall
 TOOLS = """
 import os, time
 from typing import Annotated
-from arborl.tools import Given, State
+from arborl.tools import EpisodeState, TaskField
 from arborl.tools import tool
 
 @tool(stateful=True)
@@ -41,7 +41,7 @@ class Count:
     value = 0
 
 @tool(stateful=True)
-def add(n: int, count: Annotated[Count, State(Count)]) -> int:
+def add(n: int, count: Annotated[Count, EpisodeState(Count)]) -> int:
     '''Add to a count of the episode's own.'''
     count.value += n
     return count.value
@@ -52,7 +52,7 @@ def double(n: int) -> int:
     return 2 * n
 
 @tool
-def right(guess: str, answer: Annotated[str, Given()]) -> bool:
+def right(guess: str, answer: Annotated[str, TaskField()]) -> bool:
     '''Compare with the answer.'''
     return guess == answer
 """
@@ -402,12 +402,12 @@ def test_an_open_breaker_lets_one_try_at_a_time():
     now = [0.0]
 
     async def play() -> None:
-        breaker = CircuitBreaker(failures=2, backoff=1.0, clock=lambda: now[0])
+        breaker = CircuitBreaker(failures=2, pause=1.0, clock=lambda: now[0])
         await breaker.acquire()
         breaker.record_failure()
-        assert not breaker.open
+        assert not breaker.is_open
         breaker.record_failure()
-        assert breaker.open
+        assert breaker.is_open
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(breaker.acquire(), 0.05)
         now[0] = 1.1
@@ -417,7 +417,7 @@ def test_an_open_breaker_lets_one_try_at_a_time():
         assert not second.done()
         breaker.record_success()
         await asyncio.wait_for(second, 20)
-        assert not breaker.open
+        assert not breaker.is_open
 
     asyncio.run(play())
 
@@ -426,7 +426,7 @@ def test_a_breaker_whose_trier_gave_up_lets_the_next_try():
     now = [0.0]
 
     async def play() -> tuple[bool, bool]:
-        breaker = CircuitBreaker(failures=1, backoff=1.0, clock=lambda: now[0])
+        breaker = CircuitBreaker(failures=1, pause=1.0, clock=lambda: now[0])
         breaker.record_failure()
         now[0] = 1.1
         await breaker.acquire()
@@ -442,13 +442,13 @@ def test_a_breaker_whose_trier_gave_up_lets_the_next_try():
 
 def test_the_pauses_of_a_breaker_grow_and_shrink_again():
     now = [0.0]
-    breaker = CircuitBreaker(failures=1, backoff=1.0, longest=3.0, clock=lambda: now[0])
+    breaker = CircuitBreaker(failures=1, pause=1.0, longest=3.0, clock=lambda: now[0])
     for expected in (1.0, 2.0, 3.0, 3.0):
         breaker.record_failure()
-        assert breaker._until - now[0] == expected
+        assert breaker._next_probe - now[0] == expected
     breaker.record_success()
     breaker.record_failure()
-    assert breaker._until - now[0] == 1.0
+    assert breaker._next_probe - now[0] == 1.0
 
 
 def test_a_key_of_any_letters_opens(tmp_path):

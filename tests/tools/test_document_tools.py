@@ -204,7 +204,7 @@ def test_a_document_that_cannot_be_read_is_an_error_for_every_tool(document, wor
         (document_tools.read_note, {"key": "a"}, "Note 'a' not found!"),
         (document_tools.update_note, {"mode": "append", "key": "a", "new_content": "x"}, "Note 'a' not found!"),
         (document_tools.merge_notes, {"keys": ["a"]}, "give the keys of two notes or more"),
-        (document_tools.delete_context, {"msg_id": 1}, "keeps no context that can be edited"),
+        (document_tools.delete_context, {"msg_id": 1}, "the context of this agent cannot be edited"),
         (document_tools.summarize, {"summary": " "}, "the summary is empty"),
         (document_tools.finish, {}, "argument 'answer' is missing"),
     ],

@@ -212,7 +212,7 @@ def test_a_redirect_to_a_name_of_this_machine_is_refused(servers, monkeypatch):
     answering(monkeypatch, "127.0.0.1", "127.0.0.2")  # the first stands for a public one
     Handler.requested.clear()
     result = ask(Fetch([f"pages.test:{port}", f"inside.test:{port}"]), f"http://pages.test:{port}/in")
-    assert "inside.test is this machine" in result.content
+    assert "inside.test has only private addresses" in result.content
     assert Handler.requested == [f"{port}/in"]
 
 

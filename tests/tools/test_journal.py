@@ -10,15 +10,15 @@ import sqlite3, sys
 from contextlib import suppress
 from pathlib import Path
 from arborl.errors import ConfigError
-from arborl.tools.remote.tool_dispatcher import Journal, Unusable
+from arborl.tools.remote.tool_dispatcher import CallJournal, JournalUnavailable
 
-journal = Journal(Path(sys.argv[1]))
+journal = CallJournal(Path(sys.argv[1]))
 with suppress(MemoryError):
     sqlite3.connect(":memory:").execute("PRAGMA hard_heap_limit = 1")  # from here on SQLite finds no memory
-for use in (lambda: journal.begin("key", "digest" * 100_000), lambda: Journal(Path(sys.argv[1]))):
+for use in (lambda: journal.begin("key", "digest" * 100_000), lambda: CallJournal(Path(sys.argv[1]))):
     try:
         use()
-    except (Unusable, ConfigError) as error:
+    except (JournalUnavailable, ConfigError) as error:
         print(error)
 """
 

@@ -19,7 +19,7 @@ from arborl.tools.core.rate_limit import CHECKSUM, GRACE_SECONDS, HEADER, MAGIC,
 
 LOAD = """
 import json, os, sys, time
-from arborl.tools.core.rate_limit import LimitTimeout, RateLimit
+from arborl.tools.core.rate_limit import RateLimit, RateLimitTimeout
 
 count, per_minute, burst, seconds = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 folder = sys.argv[5]
@@ -33,7 +33,7 @@ for number in range(count):
             while True:
                 granted = limit.acquire_sync(timeout=begin + seconds - time.monotonic())
                 stamps.append((granted, time.monotonic()))
-        except LimitTimeout:
+        except RateLimitTimeout:
             pass
         with open(f"{folder}/{number}.json", "w") as file:
             json.dump(stamps, file)

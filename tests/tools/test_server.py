@@ -395,9 +395,9 @@ def test_a_journal_that_cannot_be_written_runs_nothing_and_says_so(tmp_path):
     journal = CallJournal(tmp_path / "journal")
 
     async def play(http, desk):
-        journal._base.execute("PRAGMA query_only = ON")  # as on a full disk
+        journal._connection.execute("PRAGMA query_only = ON")  # as on a full disk
         answer = await post(http, "/call", name="collect", arguments={"coins": 5}, key="k", session="s")
-        journal._base.execute("PRAGMA query_only = OFF")
+        journal._connection.execute("PRAGMA query_only = OFF")
         return answer
 
     answer = serving(play, journal=journal)

@@ -102,8 +102,8 @@ def test_variables_of_other_systems_are_said_to_do_nothing(monkeypatch, caplog):
 
 def test_without_being_told_to_connect_nothing_is_started(tmp_path):
     opened = ToolLoader(TOOLS.__getitem__, connect=False)
-    assert opened.open(ToolConfig(mcp={"command": stubborn(tmp_path, "mark-of-none")}), "tools.0") == []
-    assert opened.open(ToolConfig(server="http://127.0.0.1:1"), "tools.1") == []
+    assert opened.load(ToolConfig(mcp={"command": stubborn(tmp_path, "mark-of-none")}), "tools.0") == []
+    assert opened.load(ToolConfig(server="http://127.0.0.1:1"), "tools.1") == []
     assert not marked("mark-of-none")
 
 
@@ -111,7 +111,7 @@ def test_without_being_told_to_connect_nothing_is_started(tmp_path):
 
 
 def opened(entry, function) -> list:
-    return ToolLoader(lambda name: function).open(validate(ToolConfig, entry), "tools.0")
+    return ToolLoader(lambda name: function).load(validate(ToolConfig, entry), "tools.0")
 
 
 def together(made, times: int) -> list[ToolResult]:
@@ -189,7 +189,7 @@ def test_limits_of_one_name_must_agree_and_are_free_again_when_a_run_is_over():
     def limited(per_minute: float) -> ToolLoader:
         made = ToolLoader(TOOLS.__getitem__)
         entry = {"calculator": {"limit": {"per_minute": per_minute, "name": f"test-{os.getpid()}"}}}
-        made.open(validate(ToolConfig, entry), "tools.0")
+        made.load(validate(ToolConfig, entry), "tools.0")
         return made
 
     first = limited(600)
@@ -214,12 +214,12 @@ def test_the_wait_for_a_limit_is_not_on_the_clock_of_the_episode():
 
 
 def test_python_has_the_limits_that_are_written_beside_it():
-    (made,) = ToolLoader(TOOLS.__getitem__).open(validate(ToolConfig, {"python": {"wall_seconds": 0.3}}), "tools.0")
+    (made,) = ToolLoader(TOOLS.__getitem__).load(validate(ToolConfig, {"python": {"wall_seconds": 0.3}}), "tools.0")
     assert made.limits.wall_seconds == 0.3
     assert made.sandboxed
     assert "ran longer than 0.3 s" in asyncio.run(made.run({"code": "import time; time.sleep(5)"})).content
     with pytest.raises(ConfigError, match=r"tools\.0\.args\.wal_seconds: unknown argument"):
-        ToolLoader(TOOLS.__getitem__).open(validate(ToolConfig, {"python": {"wal_seconds": 1}}), "tools.0")
+        ToolLoader(TOOLS.__getitem__).load(validate(ToolConfig, {"python": {"wal_seconds": 1}}), "tools.0")
 
 
 # ------------------------------------------------------------------------------------------------ over processes
@@ -261,11 +261,11 @@ def arrivals() -> Iterator[tuple[str, list[float]]]:
 CALLER = """
 import asyncio, json, sys
 from arborl.config.tool_config import ToolConfig
-from arborl.tools.tool_loader import OpenTools
+from arborl.tools.tool_loader import ToolLoader
 
 async def main():
-    opened = OpenTools({}.__getitem__)
-    (tool,) = opened.open(ToolConfig.model_validate(json.loads(sys.argv[1])), "tools.0")
+    opened = ToolLoader({}.__getitem__)
+    (tool,) = opened.load(ToolConfig.model_validate(json.loads(sys.argv[1])), "tools.0")
     results = await asyncio.gather(*(tool.run({"n": 1}) for _ in range(15)))
     await opened.close()
     assert all(result.ok for result in results), results
@@ -292,8 +292,8 @@ def test_nothing_of_a_command_outlives_a_process_that_is_killed(tmp_path):
     pytest.importorskip("mcp_types", reason="the extra 'mcp', version 2 or newer")
     command = stubborn(tmp_path, "mark-of-the-killed")
     script = (
-        "import sys, time; from arborl.tools.remote.mcp import McpServer\n"
-        "McpServer(sys.argv[1:]).tools(); print('there', flush=True); time.sleep(60)"
+        "import sys, time; from arborl.tools.remote.mcp import McpClient\n"
+        "McpClient(sys.argv[1:]).tools(); print('there', flush=True); time.sleep(60)"
     )
     run = subprocess.Popen([sys.executable, "-c", script, *command], stdout=subprocess.PIPE)
     assert run.stdout.readline() == b"there\n"

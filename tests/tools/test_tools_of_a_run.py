@@ -56,7 +56,7 @@ def test_a_tool_without_types_or_docstring_warns_what_the_model_will_see(caplog)
 
     warn_incomplete_specs([guess, weather])
     (warning,) = caplog.messages
-    assert "tool 'guess' has no docstring and no type for 'city'. All that the model sees of it: " in warning
+    assert "tool 'guess' has no docstring and no type for 'city'. The model sees only: " in warning
     assert '"name": "guess"' in warning
     assert missing_parts(weather.spec) == []
 

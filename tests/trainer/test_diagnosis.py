@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import arborl
-from arborl.diagnosis.run_folder import match_rules
+from arborl.diagnosis.folder_diagnosis import match_rules
 from arborl.diagnosis.run_monitor import PATIENCE, DiagnosisMonitor
 from arborl.diagnosis.step_rules import STEP_RULES, diagnose_step, step_remark
 from arborl.envs.env import Env, Observation, Step

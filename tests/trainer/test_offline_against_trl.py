@@ -92,7 +92,7 @@ def ours(models, renderer, rows, name: str, beta: float):
     """The groups, and what a learner makes of them."""
     reader = OfflineRowReader("rows", kind=ROW_KINDS[name])
     tasks = [reader.task(row, f"row {number}") for number, row in enumerate(rows)]
-    groups = OfflineEpisodes(renderer, 1024, strangers=name == "kto").groups(tasks)
+    groups = OfflineEpisodes(renderer, 1024, with_mismatched=name == "kto").groups(tasks)
     algorithm = Recipe(AlgorithmConfig(name=name, beta=beta), given=True)
     policy = copy.deepcopy(models.policy)
     learner = Learner(policy, LearnerConfig(), Sampling(), algorithm.needs)
@@ -172,7 +172,7 @@ def test_loss_and_gradients_of_given_labels_equal_trls_reference_point_included(
 def test_strangers_are_the_completions_of_the_rows_before_as_trls_are(seedling):
     reader = OfflineRowReader("rows", kind="labels")
     tasks = [reader.task(row, "row") for row in LABELS]
-    groups = OfflineEpisodes(seedling[1], 1024, strangers=True).groups(tasks)
+    groups = OfflineEpisodes(seedling[1], 1024, with_mismatched=True).groups(tasks)
     said = [group.episodes[0].calls[0].completion.tokens for group in groups]
     assert [group.episodes[1].calls[0].completion.tokens for group in groups] == said[-1:] + said[:-1]
     assert [group.episodes[1].calls[0].prompt for group in groups] == [g.episodes[0].calls[0].prompt for g in groups]

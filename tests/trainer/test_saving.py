@@ -147,7 +147,7 @@ def failed(save: SaveCheckpoints, trainer: Trainer) -> None:
 def test_a_failed_write_ends_the_run_at_the_next_step_and_keeps_the_checkpoint_before(make, tmp_path):
     save, trainer = make(every=2, keep=1), Trainer()
     failed(save, trainer)
-    with pytest.raises(DiskWriteError, match=r"step-000004: cannot be written: No space left on device\. .*as it was"):
+    with pytest.raises(DiskWriteError, match=r"step-000004: cannot be written: No space left on device"):
         trainer.train(save)
     assert weights(find(tmp_path, "latest")) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]

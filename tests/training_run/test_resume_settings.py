@@ -131,7 +131,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("settings", "said"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("settings", "output"), REFUSED.values(), ids=REFUSED)
 def test_what_the_checkpoint_is_of_cannot_change_and_nothing_is_written(run, settings, output):
     before = files(run)
     more = [] if "trainer.steps=1" in settings else ["trainer.steps=3"]

@@ -14,7 +14,7 @@ from forked import Forked
 
 SCRIPT = """
 import asyncio, sys, time
-from arborl.training_run.signals import Stops
+from arborl.training_run.signals import StopSignals
 
 async def work():
     print("ready", flush=True)
@@ -31,7 +31,7 @@ async def work():
         print("saved", flush=True)
         raise
 
-with Stops(float(sys.argv[1])) as stops:
+with StopSignals(float(sys.argv[1])) as stops:
     stops.run(work())
 """
 

@@ -128,7 +128,7 @@ def test_what_is_pythons_own_or_behind_another_module_is_no_part(path):
         load(path, "environment")
 
 
-@pytest.mark.parametrize(("setting", "said"), [("env=json.decoder:JSONDecoder", "Python's own"),
+@pytest.mark.parametrize(("setting", "output"), [("env=json.decoder:JSONDecoder", "Python's own"),
                                                 ("env=numpy:float64", "has no method 'reset'"),
                                                 ("agent=numpy:float64", "float64 is no agent")])  # fmt: skip
 def test_what_is_no_environment_or_agent_is_refused_at_the_start(tmp_path, monkeypatch, setting, output):

@@ -39,7 +39,7 @@ def runs(tmp_path):
 def test_seeds_of_one_setting_stand_together_with_their_interval(runs, tmp_path):
     three, one = settings_of(runs)
     assert (len(three.runs), len(one.runs)) == (3, 1)
-    assert one.says == "learner.lr=0.01"
+    assert one.label == "learner.lr=0.01"
     add_metrics(runs[0], 9)  # the others are not so far yet
     assert [step for step, *_ in settings_of(runs)[0].band("reward/mean")] == [1, 2]
     page = write_comparison(runs, tmp_path / "all.html").read_text()
@@ -60,7 +60,7 @@ def test_hostile_names_and_settings_are_text(runs, tmp_path):
 
 
 def test_what_cannot_be_compared_is_said(runs, tmp_path):
-    with pytest.raises(ConfigError, match="no run's folder"):
+    with pytest.raises(ConfigError, match="is no run folder"):
         settings_of([runs[0], tmp_path])
     with pytest.raises(ConfigError, match="twice"):
         settings_of([runs[0], runs[0]])

@@ -34,7 +34,7 @@ def test_a_curve_is_drawn_from_whatever_was_recorded(tmp_path, rows):
 
 
 def test_a_run_without_steps_has_no_curve_and_says_so(tmp_path):
-    with pytest.raises(ValueError, match="nothing to draw"):
+    with pytest.raises(ValueError, match="nothing to plot"):
         learning_curve(metrics(tmp_path, []), tmp_path / "curve.png", "lake")
 
 

@@ -96,7 +96,7 @@ def test_a_replay_slips_where_the_recorded_player_slipped(caplog):
 
 def test_a_replay_in_another_world_warns(caplog):
     asyncio.run(replay(FrozenLake(size=5), recorded_on_slippery_ice()))
-    assert "episode e is not what was recorded" in caplog.text
+    assert "the replay of episode e differs from the record" in caplog.text
 
 
 def test_the_gif_has_one_frame_a_turn_and_one_for_the_start_and_rests_on_the_last(tmp_path):
@@ -129,7 +129,7 @@ def test_any_picture_and_any_words_fit(tmp_path, size, words):
 def test_an_environment_without_pictures_gives_no_frames_and_saving_none_says_why(tmp_path):
     frames = asyncio.run(replay(Counter(pictures=False), episode("Left")))
     assert frames == []
-    with pytest.raises(ValueError, match="gives no pictures"):
+    with pytest.raises(ValueError, match="the environment has no images"):
         save_gif(frames, tmp_path / "e.gif")
 
 

@@ -266,7 +266,7 @@ def column(array, shape: tuple[int, ...] | None = None) -> bytes:
 
 def test_terms_that_grow_or_lie_are_no_terms(tmp_path, monkeypatch):
     """3.7 MB became 5.9 GB."""
-    monkeypatch.setattr("arborl.rollout.term_store.read_arrays", partial(read_arrays, most=2**20))
+    monkeypatch.setattr("arborl.rollout.term_store.read_arrays", partial(read_arrays, max_bytes=2**20))
     store = TermStore(tmp_path)
     good = {name: column(np.zeros(3, kind)) for name, kind in (INDEX_COLUMNS | VALUE_COLUMNS).items()}
     good |= {"of": column(np.uint64(3)), "pushed": column(np.float64(1))}
@@ -312,7 +312,7 @@ def test_files_are_read_within_bounds_and_written_whole(tmp_path):
     (tmp_path / "a.json").write_text("[1, 2]")
     assert read_json(tmp_path / "a.json") == [1, 2]
     with pytest.raises(Unreadable, match="at most 3 are read"):
-        read_json(tmp_path / "a.json", most=3)
+        read_json(tmp_path / "a.json", max_bytes=3)
     with pytest.raises(FileNotFoundError):
         read_json(tmp_path / "none.json")
     (tmp_path / "a.yaml").write_text("a: &x {b: 1}\nc: *x\n2: 0x" + "f" * 400)

@@ -39,7 +39,7 @@ def test_the_sources_of_a_run_are_read_from_its_metrics_and_drawn(tmp_path):
 
 def test_a_run_without_sources_has_no_such_picture(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "episode/success": 0.5}\n')
-    with pytest.raises(ValueError, match="nothing to draw"):
+    with pytest.raises(ValueError, match="nothing to plot"):
         plot_sources(tmp_path, tmp_path / "sources.png", "none")
     assert "Sources" not in write_report(tmp_path).read_text()
 

@@ -114,7 +114,7 @@ def test_an_episode_that_cannot_be_drawn_is_reported_and_costs_nothing_else(tmp_
     ]
     written = asyncio.run(EpisodeRenderer(cast, lambda ids: "", tmp_path, 1, 4).draw("train", 7, groups))
     assert [path.name for path in written] == ["step-000007-b-0.gif"]
-    assert "episode a#0 could not be drawn" in caplog.text
+    assert "episode a#0 could not be rendered" in caplog.text
 
 
 def test_the_best_and_the_worst_are_drawn_first():

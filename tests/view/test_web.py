@@ -149,7 +149,7 @@ def test_a_gradient_is_told_by_its_strongest_tokens(web):
     assert pushes == sorted(pushes, reverse=True)
     assert sum(one["push"] for one in found["by_episode"]) == pytest.approx(found["pushed"], rel=1e-3)
     assert found["half"] < found["of"]
-    assert "kept no terms" in ask(web, "gradient", 404, run="a", step=99)["detail"]
+    assert "no stored terms of step 99" in ask(web, "gradient", 404, run="a", step=99)["detail"]
 
 
 @pytest.mark.parametrize("run", ["..", "../a", "a/../a", "/etc", "a/episodes", "", "a\x00"])

@@ -37,9 +37,9 @@ def tokenizer() -> FileTokenizer:
 def made_call(words: FileTokenizer, prompt: list[int], reply: str, turn: int, version: int) -> Call:
     tokens = tuple(words.encode(reply))
     logprobs = tuple(-0.1 - 0.2 * (at % 5) for at in range(len(tokens)))
-    rivals = tuple(((words.encode("Jump")[0], -1.5), (words.encode("Down")[0], -2.5)) for _ in tokens)
+    top_logprobs = tuple(((words.encode("Jump")[0], -1.5), (words.encode("Down")[0], -2.5)) for _ in tokens)
     return Call(tuple(prompt), Completion(tokens, logprobs, FinishReason.STOP, version, 0.01), turn, True, (),
-                Message("assistant", reply, sampled=True), rivals=rivals)  # fmt: skip
+                Message("assistant", reply, sampled=True), top_logprobs=top_logprobs)  # fmt: skip
 
 
 def made_group(words: FileTokenizer, step: int, number: int, size: int, version: int) -> Group:

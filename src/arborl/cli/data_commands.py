@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from arborl.cli.arguments import SETTINGS, AsJson, SettingsCommand, argument, one_path, option, split_settings
+from arborl.cli.command_arguments import SETTINGS, AsJson, SettingsCommand, argument, one_path, option, split_settings
 from arborl.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from arborl.cli.arguments import FileAndSettings, LogLevel, Trust, argument, one_path, option, split_settings
+from arborl.cli.command_arguments import FileAndSettings, LogLevel, Trust, argument, one_path, option, split_settings
 from arborl.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from arborl.cli.arguments import argument
+from arborl.cli.command_arguments import argument
 from arborl.errors import ConfigError, did_you_mean, disk_errors
 
 

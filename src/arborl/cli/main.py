@@ -14,8 +14,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from arborl.cli.arguments import SETTINGS, AsJson, SettingsCommand
 from arborl.cli.cluster_commands import cluster
+from arborl.cli.command_arguments import SETTINGS, AsJson, SettingsCommand
 from arborl.cli.data_commands import data
 from arborl.cli.env_commands import env
 from arborl.cli.evaluate_commands import evaluate, rollout

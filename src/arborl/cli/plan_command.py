@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from arborl.cli.arguments import AsJson, FileAndSettings, one_path, option, split_settings
+from arborl.cli.command_arguments import AsJson, FileAndSettings, one_path, option, split_settings
 from arborl.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from arborl.cli.arguments import AsJson, LogLevel, Trust, argument, one_path, option, split_settings
+from arborl.cli.command_arguments import AsJson, LogLevel, Trust, argument, one_path, option, split_settings
 from arborl.errors import ConfigError, disk_errors
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def find_problems(arguments: Sequence[str], model: str, config: Path | None) -> 
     if path is not None and (model or config or settings):
         raise ConfigError(f"{path!r} is a run. Leave --model, --config and settings out.")
     if path is not None:
-        from arborl.diagnosis.run_folder import examine_run
+        from arborl.diagnosis.folder_diagnosis import examine_run
 
         if not Path(path).is_dir():
             raise ConfigError(f"{path!r}: no such folder. Write a run folder, or --model {path}.")

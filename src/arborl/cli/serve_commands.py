@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from arborl.cli.arguments import LogLevel, Trust, argument, one_path, option, split_settings
+from arborl.cli.command_arguments import LogLevel, Trust, argument, one_path, option, split_settings
 from arborl.errors import ConfigError, disk_errors
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ async def run_server(
 ) -> None:
     """Serve until a signal."""
     from arborl.serve.api_server import ApiServer, make_app
-    from arborl.serve.model_loading import CheckpointFollower, checkpoints_dir, load_for_serving
+    from arborl.serve.served_model import CheckpointFollower, checkpoints_dir, load_for_serving
     from arborl.serve.sessions import SessionStore
     from arborl.track.tracing import traced
 
@@ -172,7 +172,7 @@ def read_fields(texts: Any) -> dict[str, str]:
 async def run_chat(path: str, settings: list[str], trust: bool, options: dict[str, Any], message: str | None) -> None:
     from rich.console import Console
 
-    from arborl.serve.model_loading import load_for_serving
+    from arborl.serve.served_model import load_for_serving
 
     loaded = load_for_serving(path, settings, trust)
     names = loaded.agents.names

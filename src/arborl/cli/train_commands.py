@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from arborl.cli.arguments import FileAndSettings, LogLevel, Trust, one_path, option, split_settings
+from arborl.cli.command_arguments import FileAndSettings, LogLevel, Trust, one_path, option, split_settings
 from arborl.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:

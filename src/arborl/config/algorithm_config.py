@@ -248,7 +248,7 @@ def _one_of(table: Mapping[str, Any]) -> BeforeValidator:
 
 
 def _preset(value: Any) -> Any:
-    if value not in PRESETS:
+    if not isinstance(value, str) or value not in PRESETS:
         raise ValueError(f"must be one of {', '.join(PRESETS)}; given {value!r}.{did_you_mean(str(value), PRESETS)}")
     return value
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from arborl.config.config_base import Config, StopStrings, expand_shorthand
-from arborl.config.part_config import AgentConfig, ContextConfig, EnvConfig, PartConfig, RewardConfig
+from arborl.config.part_config import AgentPartConfig, ContextConfig, EnvConfig, PartConfig, RewardConfig
 from arborl.config.tool_config import ToolConfig
 from arborl.errors import did_you_mean
 
@@ -166,7 +166,7 @@ class SourceConfig(RowsConfig):
     """Maximum epochs over its rows; 0 for no limit."""
     weight: float = Field(1.0, gt=0)
     """Weight of its episodes in the loss."""
-    agent: AgentConfig | None = None
+    agent: AgentPartConfig | None = None
     env: EnvConfig | None = None
     """Makes the tasks if there are no rows."""
     context: ContextConfig | None = None
@@ -225,7 +225,7 @@ class DataConfig(RowsConfig):
     docs/offline.md."""
     by: str | None = None
     """Column of the rows at `path` with the name of the source, such as `data_source`."""
-    agents: dict[str, AgentConfig] = Field(default_factory=dict)
+    agents: dict[str, AgentPartConfig] = Field(default_factory=dict)
     """Agents by the names in the column `agent_name`."""
     strict: bool = False
     """Refuse ratios whose sum is not 1; else they are scaled with a warning."""

@@ -159,7 +159,7 @@ class EnvConfig(PartConfig):
     prompt: PromptConfig = PromptConfig()
 
 
-class AgentConfig(PartConfig):
+class AgentPartConfig(PartConfig):
     """The agent."""
 
     name: str = "chat"

@@ -14,7 +14,7 @@ from arborl.config.config_base import Config, expand_shorthand
 from arborl.config.consistency import check_run
 from arborl.config.data_config import DataConfig, DemonstrationsConfig, SourceConfig
 from arborl.config.engine_config import EngineConfig, PlacementConfig
-from arborl.config.part_config import AgentConfig, ContextConfig, EnvConfig, NamedConfig, PartConfig, RewardConfig
+from arborl.config.part_config import AgentPartConfig, ContextConfig, EnvConfig, NamedConfig, PartConfig, RewardConfig
 from arborl.config.rollout_config import RolloutConfig, tags_as_sources
 from arborl.config.run_sections import LoraConfig, ModelConfig, RunSections, SamplingConfig, SandboxConfig
 from arborl.config.tool_config import ToolConfig
@@ -22,7 +22,7 @@ from arborl.config.training_config import EvaluationConfig, LearnerConfig, Track
 from arborl.registry import short_name
 
 __all__ = [
-    "AgentConfig", "AlgorithmConfig", "ContextConfig", "DataConfig", "DemonstrationsConfig", "EngineConfig",
+    "AgentPartConfig", "AlgorithmConfig", "ContextConfig", "DataConfig", "DemonstrationsConfig", "EngineConfig",
     "EnvConfig", "EvaluationConfig", "KLConfig", "LearnerConfig", "LoraConfig", "ModelConfig", "NamedConfig",
     "PartConfig", "PlacementConfig", "RewardConfig", "RolloutConfig", "RunConfig", "SamplingConfig", "SandboxConfig",
     "ToolConfig", "TrackConfig", "TrainerConfig", "default_run_name", "folder_name",

@@ -14,7 +14,7 @@ from arborl.config.algorithm_config import AlgorithmConfig
 from arborl.config.config_base import Config, StopStrings
 from arborl.config.data_config import DataConfig, DemonstrationsConfig
 from arborl.config.engine_config import EngineConfig, PlacementConfig
-from arborl.config.part_config import AgentConfig, ContextConfig, EnvConfig, NamedConfig, RewardConfig
+from arborl.config.part_config import AgentPartConfig, ContextConfig, EnvConfig, NamedConfig, RewardConfig
 from arborl.config.rollout_config import RolloutConfig
 from arborl.config.tool_config import ToolConfig
 from arborl.config.training_config import EvaluationConfig, LearnerConfig, TrackConfig, TrainerConfig
@@ -114,7 +114,7 @@ class RunSections(Config):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     env: EnvConfig = EnvConfig()
-    agent: AgentConfig = AgentConfig()
+    agent: AgentPartConfig = AgentPartConfig()
     context: ContextConfig = ContextConfig()
     tools: tuple[ToolConfig, ...] = ()
     """Tools: a name from the library, your own as `package.module:attribute`, `{server: URL}`, `{mcp: {command: […]}}`

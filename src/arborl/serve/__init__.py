@@ -15,5 +15,5 @@ In reading order:
     external_programs.py  Programs as processes, functions or HTTP services
     endpoint_agent.py     Agent `endpoint`
     api_server.py         The application of `arborl serve`, health, metrics, and its uvicorn server
-    model_loading.py      Load what is served; follow the checkpoints of a run
+    served_model.py       Load what is served; follow the checkpoints of a run
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arborl import checkpoint
-from arborl.config.run_config import AgentConfig, RunConfig
+from arborl.config.run_config import AgentPartConfig, RunConfig
 from arborl.config.trust import READ
 from arborl.errors import ConfigError, disk_errors
 from arborl.models.model_files import check_supported, read_model_config, resolve, stored_dtype
@@ -57,7 +57,7 @@ def export(
     if out.exists():
         raise ConfigError(f"{out}: exists already. Write a new folder.")
     config = settings_of(name, MeasureOptions(overrides, trust=trust), only=(READ,))
-    config = config.model_copy(update={"agent": AgentConfig()})  # so that no part of the run folder is imported
+    config = config.model_copy(update={"agent": AgentPartConfig()})  # so that no part of the run folder is imported
     folder, dtype = checkpoint.check_model(resolve(config.model.name)), dtype or config.model.dtype
     about = read_model_config(folder)
     dtype = stored_dtype(about) if dtype == "auto" else dtype

@@ -311,11 +311,11 @@ class RunPartFactory:
         arguments: dict[str, dict[str, Any]] = {
             "local": {
                 "kv_tokens": kv_tokens, "page_size": settings.page_size, "deterministic": config.deterministic,
-                "decode": decode, "update": settings.update, "lends": sleep_mode,
+                "decode": decode, "update": settings.update, "sleep_mode": sleep_mode,
             },
             "vllm": {
                 "kv_tokens": settings.kv_tokens, "dtype": settings.dtype, "python": settings.python,
-                "args": settings.args, "sampling": sampling, "sleeps": settings.sleep_mode, "decode": decode,
+                "args": settings.args, "sampling": sampling, "sleep_mode": settings.sleep_mode, "decode": decode,
             },
             "http": {
                 "urls": settings.urls, "dtype": settings.dtype, "named": settings.model,

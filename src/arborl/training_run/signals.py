@@ -34,7 +34,7 @@ class StopSignals:
         seconds: maximum time from SIGTERM or SIGHUP until `saving` is called.
 
     Example:
-        with Stops(25) as stops:
+        with StopSignals(25) as stops:
             stops.run(session.run(stops.saving))
     """
 

@@ -12,7 +12,7 @@ from math import exp
 from pathlib import Path
 from typing import Any
 
-from arborl.diagnosis.run_folder import RuleMatch, match_rules
+from arborl.diagnosis.folder_diagnosis import RuleMatch, match_rules
 from arborl.errors import DiskWriteError
 from arborl.failures import Failures, printable, trim_traceback
 from arborl.rollout.episode_store import EpisodeStore

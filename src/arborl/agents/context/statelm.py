@@ -380,7 +380,7 @@ class StateLMEpisode:
             if number < toolbox.max_calls:
                 (result,) = await toolbox.run([call], self.context)
             else:
-                result = ToolResult(f"not run: one message may hold {toolbox.max_calls} calls", False, "too_many")
+                result = ToolResult(f"not run: a message may contain {toolbox.max_calls} calls", False, "too_many")
             count_results([result], self.context, self.model)
             if toolbox.ends(call, result):
                 answer = Message("assistant", result.content, tool_calls=(call,))

@@ -107,7 +107,7 @@ class MonitoredActor:
     """None until it is ready; no timeout applies before."""
 
 
-class HeartbeatMonitor:
+class ActorHeartbeatMonitor:
     """Watches the actors of a run.
 
     Args:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from arborl.cluster.placement.actors import HEARTBEAT_GROUP, HeartbeatMonitor, versions
+from arborl.cluster.placement.actors import HEARTBEAT_GROUP, ActorHeartbeatMonitor, versions
 from arborl.cluster.placement.private_cluster import PrivateCluster
 from arborl.config.engine_config import PlacementConfig
 from arborl.engines.remote.replicas import ReplicaUnavailable
@@ -138,7 +138,7 @@ class RayCluster:
             self._connect(weight_bytes)
             RayCluster.owns_connection = True
         RayCluster.users += 1
-        self.monitor = HeartbeatMonitor(ray, ray.get_runtime_context().get_node_id())
+        self.monitor = ActorHeartbeatMonitor(ray, ray.get_runtime_context().get_node_id())
         try:
             self.nodes = self.alive()
             self._check()

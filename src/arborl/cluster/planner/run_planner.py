@@ -22,7 +22,7 @@ from arborl.cluster.planner.rank_memory import (
     memory_parts,
     rank_planner,
 )
-from arborl.cluster.planner.step_time import StepEstimate, StepInputs, estimate_step
+from arborl.cluster.planner.step_time import StepEstimate, StepTimeInputs, estimate_step
 from arborl.cluster.planner.workload import EpisodeSample, Workload
 from arborl.config.run_config import RunConfig
 from arborl.errors import ConfigError
@@ -239,7 +239,7 @@ class RunPlanner:
         rollout, engines = self.config.rollout, max(1, sampling // split)
         concurrency = rollout.concurrency if "concurrency" in rollout.model_fields_set else None
         estimate = estimate_step(
-            StepInputs(
+            StepTimeInputs(
                 episodes=self.episodes,
                 groups=rollout.tasks_per_step,
                 group_size=rollout.group_size,

@@ -32,7 +32,7 @@ ITERATIONS = 40
 
 
 @dataclass(frozen=True, slots=True)
-class StepInputs:
+class StepTimeInputs:
     """What a step consists of. Times are in seconds."""
 
     episodes: EpisodeSample
@@ -94,14 +94,14 @@ def expected_completion(times: NDArray[np.float64], groups: float, size: int = 1
     return float(ordered @ np.diff(probability, prepend=0.0))
 
 
-def estimate_step(inputs: StepInputs) -> StepEstimate:
+def estimate_step(inputs: StepTimeInputs) -> StepEstimate:
     """Duration of a step and utilisation of engines and learner."""
     estimate = _Estimate(inputs)
     return estimate.asynchronous() if inputs.max_lag else estimate.synchronous()
 
 
 class _Estimate:
-    def __init__(self, inputs: StepInputs):
+    def __init__(self, inputs: StepTimeInputs):
         self.inputs, episodes = inputs, inputs.episodes
         self.sampled, self.outside = float(episodes.sampled.mean()), float(episodes.outside.mean())
         self.members = inputs.group_size + inputs.redundancy

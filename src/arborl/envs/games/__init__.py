@@ -8,10 +8,11 @@ In reading order:
     shop.py                  Shop: WebShop's pages, actions and reward
     shop_catalogue.py        Products, search, a generated catalogue, WebShop's data files
     rooms.py                 Rooms: find the treasure behind locked doors
+    rooms_map.py             Maps of the rooms game, their generation and solution
     countdown.py             Countdown: make the target from the numbers
     question.py              One question, one answer
     documents_env.py         A question about a document that is not in the prompt
-    conversation.py          A conversation with a scripted or simulated user
+    conversation_env.py          A conversation with a scripted or simulated user
     conversation_presets.py  Scenarios, personas, and presets for three domains
     drawing.py               Pictures of the environments
 """

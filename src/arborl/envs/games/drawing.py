@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from PIL import Image, ImageDraw, ImageFont
 
-from arborl.envs.games.rooms import DIRECTIONS, TREASURE, RoomsMap, RoomsState
+from arborl.envs.games.rooms_map import DIRECTIONS, TREASURE, RoomsMap, RoomsState
 from arborl.seeds import generator
 
 Color = tuple[int, int, int]

@@ -25,7 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from arborl.learner.attention.cpu_kernels import CpuTreeAttention, supports_cpu_attention
 from arborl.learner.attention.fused_layers import FUSED_OPS, fused_logprobs, supports_fused_layers
 from arborl.learner.attention.kernel_attention import TritonTreeAttention, supports_gpu_attention
-from arborl.learner.attention.tree_attention import BLOCK, BlockAttention, CausalAttention, DenseAttention
+from arborl.learner.attention.tree_attention import BLOCK, BlockAttention, DenseAttention, PackedCausalAttention
 from arborl.learner.core.packing import MicroBatch, upload
 from arborl.models.attention import AttentionFunction, attention_layout, library_hidden_states, raw_head_logits
 from arborl.models.execution_paths import FastPath, first_line, record_path, report_fallback
@@ -63,7 +63,7 @@ def _kernel(batch: MicroBatch, device: torch.device) -> AttentionFunction:
 
 
 ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
-    "causal": AttentionBackend(CausalAttention),
+    "causal": AttentionBackend(PackedCausalAttention),
     "dense": AttentionBackend(DenseAttention),
     "blocks": AttentionBackend(BlockAttention),
     "kernel": AttentionBackend(_kernel, lambda model: supports_gpu_attention(model) or supports_cpu_attention(model)),

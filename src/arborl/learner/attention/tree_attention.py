@@ -2,7 +2,7 @@
 
 A window counts positions along the branch, which are depths.
 
-Several implementations compute the same numbers; `path_selection.py` selects one. `CausalAttention` is for trees
+Several implementations compute the same numbers; `path_selection.py` selects one. `PackedCausalAttention` is for trees
 without branches, which need no mask. `DenseAttention` masks the square of each tree; the others are checked against it.
 `BlockAttention` splits the tokens into blocks and gives each block only the keys that it sees: in depth-first order the
 ancestors of its first token and the block itself. `TritonTreeAttention` (`kernel_attention.py`) is for GPUs,
@@ -34,7 +34,7 @@ def block_keys(end: np.ndarray) -> list[np.ndarray]:
     ]
 
 
-class CausalAttention:
+class PackedCausalAttention:
     """Plain causal attention for trees without branches, one call per length."""
 
     def __init__(self, batch: MicroBatch, device: torch.device):

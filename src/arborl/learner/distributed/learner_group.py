@@ -47,7 +47,7 @@ from arborl.learner.core.teacher import Teacher
 from arborl.learner.core.tree_forward import model_costs
 from arborl.learner.distributed.rank_connections import close_connections_to
 from arborl.learner.distributed.rank_worker import EXIT_LOST, RUN_ENDED, LearnerSpec, RankWorker, report_end
-from arborl.learner.distributed.rendezvous import HeartbeatMonitor, Launcher, NoLauncher, Rendezvous
+from arborl.learner.distributed.rendezvous import Launcher, NoLauncher, RankHeartbeatMonitor, Rendezvous
 from arborl.learner.distributed.sharding import make_strategy
 from arborl.models.output_heads import CriticInit
 from arborl.types import Floats, Ints, Metrics, Terms, TokenTree
@@ -88,7 +88,7 @@ class LearnerGroup(BaseLearner):
         """`fresh`: `model` has the learner's current weights."""
         self.interrupted = False
         """Whether a call failed midway: the state of other ranks is unknown, and they are not called again."""
-        self.monitor = HeartbeatMonitor(rendezvous, list(range(1, rendezvous.count)), self._on_loss, self.launcher)
+        self.monitor = RankHeartbeatMonitor(rendezvous, list(range(1, rendezvous.count)), self._on_loss, self.launcher)
         try:
             self._guard(lambda: self._start(spec, origin, teacher))
         except BaseException:

@@ -22,7 +22,7 @@ from arborl.learner.core.learner import Learner
 from arborl.learner.core.optimizer import NO_INITIAL_UPDATES, InitialUpdates
 from arborl.learner.core.teacher import Teacher
 from arborl.learner.core.update_metrics import TermLog
-from arborl.learner.distributed.rendezvous import HeartbeatMonitor, Rendezvous
+from arborl.learner.distributed.rendezvous import RankHeartbeatMonitor, Rendezvous
 from arborl.learner.distributed.run_store import JoinInfo
 from arborl.learner.distributed.sharding import make_strategy
 from arborl.learner.distributed.strategy import Strategy
@@ -124,7 +124,7 @@ def serve_rank(rank: int, count: int, where: JoinInfo | Rendezvous, device: str 
     def exit_process(_: int, why: str) -> None:
         os._exit(0 if why == RUN_ENDED else EXIT_LOST)
 
-    monitor = HeartbeatMonitor(rendezvous, [0], exit_process)
+    monitor = RankHeartbeatMonitor(rendezvous, [0], exit_process)
     try:
         _serve(rendezvous, device)
     except BaseException as error:

@@ -189,7 +189,7 @@ def rank_names(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-class HeartbeatMonitor:
+class RankHeartbeatMonitor:
     """Sends this rank's heartbeat and checks those of others, in its own thread.
 
     Args:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
-from arborl.envs.games.conversation import UserLine
+from arborl.envs.games.conversation_env import UserLine
 from arborl.envs.games.conversation_presets import read_scenario
 from arborl.errors import did_you_mean
 from arborl.rewards.answers import equal, exact_match, f1, final_part, read_letter, read_number

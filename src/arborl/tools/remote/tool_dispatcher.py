@@ -310,7 +310,7 @@ class CallJournal:
     """Stateful calls on disk, written before and after each call. It survives the process, not a power failure.
 
     Example:
-        journal = Journal(path)
+        journal = CallJournal(path)
         if journal.begin("key", digest):         # first time
             journal.end("key", answer)
         journal.find("key")                      # (digest, answer); the answer is None if it did not end
@@ -382,7 +382,7 @@ class CallJournal:
 
 
 def _open_error(path: Path | None, error: Exception) -> str:
-    return f"{path}: not a journal that can be written ({_error_text(error)}). Remove it, or give another."
+    return f"{path}: not a usable journal ({_error_text(error)}). Remove it, or give another path."
 
 
 def _error_text(error: Exception) -> str:

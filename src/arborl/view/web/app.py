@@ -24,7 +24,7 @@ from arborl.rollout.term_store import TermStore
 from arborl.tools.remote.http_middleware import PendingConnections, RequestFilter
 from arborl.track.folder_files import MAX_INT, Unreadable, entries_of, read_bytes, read_json
 from arborl.types import Episode
-from arborl.view.web import folders, metrics, search
+from arborl.view.web import episode_search, folders, metrics
 from arborl.view.web.episode import calls_of, episode_as_dict, parsed
 from arborl.view.web.gradient import strongest
 from arborl.view.web.group import alternatives_of, divergence, tree_of
@@ -116,7 +116,7 @@ class RunCache:
             tree = rows.execute(query, (kind, step, line)).fetchone()
             if tree is None:
                 raise HTTPException(404, f"{run} has no episode {line} in step {step} ({kind})")
-            query = f"{search.ROWS} WHERE kind = ? AND step = ? AND tree = ? ORDER BY line"
+            query = f"{episode_search.ROWS} WHERE kind = ? AND step = ? AND tree = ? ORDER BY line"
             return [dict(row) for row in rows.execute(query, (kind, step, tree["tree"]))]
 
     def siblings(self, run: str, kind: str, step: int, line: int) -> tuple[list[dict[str, Any]], dict[int, Episode]]:
@@ -208,14 +208,14 @@ def _add_runs(app: FastAPI, cache: RunCache) -> None:
 def _add_episodes(app: FastAPI, cache: RunCache) -> None:
     @app.get("/api/episodes")
     def episodes(
-        run: str, filters: Annotated[search.EpisodeFilter, Depends()], order: str = "-step",
+        run: str, filters: Annotated[episode_search.EpisodeFilter, Depends()], order: str = "-step",
         first: int = 0, count: int = 50, facets: bool = False,
     ) -> Response:  # fmt: skip
         """A page of the run's episodes."""
         index = cache.index(run)
         with index.reading() as rows:
-            found = search.page(rows, filters, order, first, count)
-            found |= {"facets": search.facets(rows)} if facets else {}
+            found = episode_search.page(rows, filters, order, first, count)
+            found |= {"facets": episode_search.facets(rows)} if facets else {}
         return json_response(found | {"indexed": index.done})
 
     @app.get("/api/steps")
