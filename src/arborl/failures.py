@@ -21,8 +21,8 @@ HERE = f"{Path(__file__).parent}{os.sep}"
 FRAMEWORK = tuple(
     f"{HERE}{place}"
     for place in (
-        f"rollout{os.sep}", "errors.py", f"rewards{os.sep}reward.py", f"rewards{os.sep}plain_calls.py",
-        f"tools{os.sep}threads.py",
+        f"rollout{os.sep}", "errors.py", f"rewards{os.sep}reward.py", f"rewards{os.sep}threaded_calls.py",
+        f"tools{os.sep}core{os.sep}background_threads.py",
     )
 )  # fmt: skip
 """Files of the framework that every call to user code passes."""

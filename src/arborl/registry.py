@@ -135,7 +135,7 @@ def load(path: str, kind: str = "object") -> Any:
             )
     if _is_standard_library(found):
         raise UnknownPartError(
-            f"{path!r} is part of Python and not a {kind}. Write your own function or class around it."
+            f"{path!r} is part of Python and cannot be the {kind}. Write your own function or class around it."
         )
     return found
 

@@ -287,7 +287,7 @@ def test_no_sampled_id_changes_whatever_the_tokenizer_would_have_made_of_its_tex
 def test_no_sampled_id_changes_with_any_ids_of_a_real_vocabulary(data, renderer_for, tokenizer):
     renderer = renderer_for("chatml_hermes", tokenizer)
     conversations, messages = Conversations(renderer), [USER]
-    ordinary = st.integers(0, tokenizer.vocab_size - 1).filter(lambda i: i not in renderer.unspoken)
+    ordinary = st.integers(0, tokenizer.vocab_size - 1).filter(lambda i: i not in renderer.template_only)
     context: tuple[int, ...] = ()
     for ids in data.draw(st.lists(st.lists(ordinary, max_size=8), min_size=1, max_size=3)):
         said = completion([*ids, renderer.stop[0]])

@@ -256,7 +256,7 @@ def test_qwen_xml_values_are_text_as_written():
     assert parser.format(ToolCall("", "add", {"a": 1, "b": " x\n"})) == text
     broken = {
         "<function=f>": "not closed",
-        "<function=f>hm</function>": "no parameter",
+        "<function=f>hm</function>": "text outside parameters",
         "<tool_call>f</tool_call>": "no function",
         "<function=></function>": "no name",
     }

@@ -36,7 +36,7 @@ def test_adapters_are_merged_and_the_card_has_the_metrics(here: Path) -> None:
     assert 'base_model: "seedling"' in card
     assert "trained on frozen_lake with grpo" in card
     assert "| success |" in card
-    assert "there already" in call("export", "run", "--out", "model").stderr
+    assert "exists already" in call("export", "run", "--out", "model").stderr
 
 
 def test_a_model_is_exported_in_another_dtype(here: Path) -> None:

@@ -42,7 +42,7 @@ def config_of(*words):
     [
         (["placement.engines=2"], "engines is for placement=ray"),
         (["placement=ray"], "places nothing"),
-        (["placement=ray", "placement.engines=2", "engine=scripted"], "copies of engine=local, and engine=scripted"),
+        (["placement=ray", "placement.engines=2", "engine=scripted"], "replicas of engine=local, and engine=scripted"),
         (["placement=ray", "placement.engines=2", "engine.sleep_mode=true"], "Leave engine.sleep_mode out"),
         (["placement=ray", "placement.env_workers=2", "rollout.workers=thread"], "rollout.workers=thread"),
         (["placement=ray", "placement.engines=2", "placement.address=ray://head:10001"], "ray job submit"),

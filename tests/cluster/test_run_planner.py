@@ -177,10 +177,10 @@ def test_lengths_and_latencies_are_those_of_an_earlier_run(tmp_path):
         (["--tool-seconds", "8,0.5"], "--tool-seconds 8,0.5: must be MEDIAN or MEDIAN,P99"),
         (["--reply-tokens", "many"], "--reply-tokens many: must be"),
         (["--turns", "0"], "--turns 0: must be at least 1."),
-        (["--lag", "0"], "--lag 0: the asynchronous way"),
+        (["--lag", "0"], "--lag 0: must be at least 1"),
         (["--strategy", "fsdp"], "--strategy fsdp: must be one of auto, ddp, fsdp2, tensor"),
         (["--from", "nowhere"], "--from nowhere: not a run folder"),
-        (["--from", "nowhere", "--turns", "2"], "--from has lengths and latencies of its own"),
+        (["--from", "nowhere", "--turns", "2"], "--from sets lengths and latencies"),
     ],
 )
 def test_invalid_options_give_one_line(arguments, message):

@@ -281,14 +281,14 @@ def arbor(config: RunConfig, start, head, groups: list[Group], noise: list[torch
         if learner.critic is not None:
             learner.critic.head.weight.copy_(head[0])
             learner.critic.head.bias.copy_(head[1])
-    losses, gradients = [], learner._gradients
+    losses, gradients = [], learner._compute_gradients
 
     def watched(*given):
         tally = gradients(*given)
         losses.append(tally.metrics()["policy/loss"])
         return tally
 
-    learner._gradients = watched
+    learner._compute_gradients = watched
     kept = algorithm.keep(groups)
     forest = build_token_trees(kept)
     terms = algorithm.credit(kept, learner.score_terms(forest.trees, forest.terms, algorithm.needs))

@@ -161,19 +161,19 @@ def test_measuring_a_run_does_not_make_its_demonstrations_again():
     [
         (["demonstrations={path: FILE, rows: a:b, steps: 3}"], "transcripts come from one of them"),
         (["demonstrations={path: FILE, weight: 0.1, imitation_lr: 1e-3}"], "Write steps=20 too"),
-        (["algorithm=sft", "data.path=FILE", "rollout.group_size=4"], "rollout.group_size: with given rows nothing"),
-        (["algorithm=sft", "data.path=FILE", "engine=local"], "engine=local: with given rows nothing is sampled"),
-        (["algorithm=sft", "data.path=FILE", "tools=[calculator]"], "tools: with given rows nothing is sampled"),
+        (["algorithm=sft", "data.path=FILE", "rollout.group_size=4"], "rollout.group_size: not read in an offline run"),
+        (["algorithm=sft", "data.path=FILE", "engine=local"], "engine=local: an offline run samples nothing"),
+        (["algorithm=sft", "data.path=FILE", "tools=[calculator]"], "tools: not read in an offline run"),
         (["data.offline=true", "data.path=FILE"], "algorithm.loss=ppo: offline runs have one of the losses"),
-        (["algorithm=sft", "data.offline=true"], "a source has none. Write data.path=FILE"),
+        (["algorithm=sft", "data.offline=true"], "data.offline: a source has no rows. Write data.path=FILE"),
         (["algorithm=kto", "data.path=FILE", "rollout.tasks_per_step=1"], "Write rollout.tasks_per_step=2 or more"),
         (["engine=none"], "engine=none samples nothing, and this run is not offline"),
         (["demonstrations.path=FILE"], "Write steps=20, or weight=0.1"),
         (["demonstrations.steps=3"], "steps or weight is set, but there are no demonstrations. Write path=FILE"),
-        (["demonstrations={path: FILE, steps: 30}"], "no step is left for the rest"),
+        (["demonstrations={path: FILE, steps: 30}"], "no step is left for reinforcement learning"),
         (["algorithm=distill"], "there is no teacher. Write algorithm.teacher=MODEL"),
         (["algorithm.teacher=seedling"], "teacher=seedling is not read with"),
-        (["algorithm=distill", "algorithm.teacher=http://x", "sampling.top_p=0.9"], "at temperature 1, of all tokens"),
+        (["algorithm=distill", "algorithm.teacher=http://x", "sampling.top_p=0.9"], "at temperature 1 over all tokens"),
     ],
 )
 def test_settings_that_nobody_would_read_or_that_contradict_are_refused(words, says):
@@ -192,5 +192,5 @@ def test_a_bad_row_ends_the_run_before_anything_is_written(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"messages": [{"role": "user", "content": "6*7?"}]}\n')
     done = invoke("train", "algorithm=sft", f"data.path={tmp_path / 'rows.jsonl'}", f"output_dir={tmp_path / 'out'}")
     assert done.exit_code == 2
-    assert "rows.jsonl, line 1, messages: the assistant says nothing in it" in " ".join(done.output.split())
+    assert "rows.jsonl, line 1, messages: there is no assistant message" in " ".join(done.output.split())
     assert not (tmp_path / "out").exists()

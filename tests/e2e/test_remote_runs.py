@@ -92,10 +92,10 @@ def test_a_chat_server_is_measured(serve):
 @pytest.mark.parametrize(
     ("kind", "settings", "complaint"),
     [
-        ("chat", (), "cannot be trained with: it takes and gives text"),
+        ("chat", (), "cannot be trained with: it takes and returns text"),
         ("vllm closed", (), "VLLM_SERVER_DEV_MODE=1"),
         ("vllm", ("sampling.max_context=600",), "Start it with --max-model-len 600"),
-        ("vllm", ("engine.model=x",), "serves policy, and not engine.model=x"),
+        ("vllm", ("engine.model=x",), "serves policy: engine.model=x is not among them"),
     ],
 )
 def test_a_server_that_will_not_do_is_one_message_and_nothing_is_written(serve, tmp_path, kind, settings, complaint):
@@ -132,7 +132,7 @@ def test_an_engine_that_is_not_there_is_one_message_and_nothing_is_written(tmp_p
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"engine": "http"}, "engine=http needs its servers. Write engine.urls=[http://HOST:8000]"),
+        ({"engine": "http"}, "engine=http needs servers. Write engine.urls=[http://HOST:8000]"),
         ({"engine": {"name": "http", "urls": ["host:80"]}}, "'host:80' is not an address"),
         ({"engine": {"name": "http", "urls": ["http://a", "http://a"]}}, "named twice"),
         ({"engine": {"urls": ["http://a"]}}, "urls is for engine=http, not for engine=local"),

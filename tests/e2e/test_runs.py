@@ -193,9 +193,9 @@ def test_a_model_whose_bytes_changed_is_not_used(stub, tmp_path):
     for path in (folder, folder / "model"):
         done = invoke("evaluate", str(path), "evaluation.tasks=4")
         assert done.exit_code == 2
-        assert "model.safetensors has the right size but not the bytes that were written" in done.output
+        assert "model.safetensors has the right size, but not the content that was written" in done.output
     done = invoke("train", "--resume", "3", f"output_dir={run}")
-    assert "not the bytes that were written" in done.output
+    assert "not the content that was written" in done.output
 
 
 @pytest.mark.parametrize("state", [{}, {"step": "many"}, {"step": 1, "train_seconds": 1, "algorithm": 3}])

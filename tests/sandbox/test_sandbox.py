@@ -393,7 +393,7 @@ time.sleep(0.3)
 
 def host_of(level: str, code: str, folder: Path) -> subprocess.Popen[str]:
     """A process that keeps its sandboxes' folders under `folder`, and says True when `code` ran in one."""
-    made = f"from arborl.sandbox import *; import time; box = Sandbox(Limits(), {level!r}); "
+    made = f"from arborl.sandbox import *; import time; box = Sandbox(SandboxLimits(), {level!r}); "
     received = f"print(box.run_sync({code!r}).ok, flush=True); "
     host = subprocess.Popen(
         [sys.executable, "-c", made + received + "time.sleep(60)"],

@@ -16,13 +16,13 @@ BARE = f"""
 import ctypes, sys
 sys.dont_write_bytecode = True
 sys.path.insert(0, {str(GUEST_FOLDER)!r})
-import calls
+import seccomp_filter as calls
 column = calls.MACHINES[calls.os.uname().machine][0]
-lacking = [line for call in ((272, 97), (435, 435), (444, 444)) for line in calls._answer(call[column], [
+lacking = [line for call in ((272, 97), (435, 435), (444, 444)) for line in calls._if_equal(call[column], [
     (calls.RETURN, 0, 0, calls.ERROR | calls.NO_SUCH_CALL)
 ])]  # unshare, clone3, landlock_create_ruleset
-clone = calls._answer(calls.CHECKED["clone"][column], calls._checked(False, 0)["clone"])
-calls.program = lambda alone, own: [(calls.LOAD, 0, 0, calls.NUMBER), *lacking, *clone, calls.allow]
+clone = calls._if_equal(calls.CHECKED["clone"][column], calls._argument_checks(False, 0)["clone"])
+calls.filter_program = lambda alone, pid: [(calls.LOAD, 0, 0, calls.NUMBER), *lacking, *clone, calls.PERMIT]
 libc = ctypes.CDLL(None, use_errno=True)
 libc.prctl(38, 1, 0, 0, 0)
 calls.install(libc, alone=False)

@@ -431,7 +431,7 @@ def test_an_http_program_receives_each_task(loaded, waiting_program):
         (["agent.args.command=[python]", "agent.args.cmd=1"], "agent.args.cmd: unknown argument"),
         (["agent.args.command=[python]", "tools=[calculator]"], "the program has its own tools and prompts"),
         (["agent.args.command=[python]", "agent.system=Hello"], "agent.system: with agent=endpoint"),
-        (["agent.args.command=[python]", "context=summary"], "keeps its own account"),
+        (["agent.args.command=[python]", "context=summary"], "manages its context itself"),
     ],
 )
 def test_contradictory_settings_are_config_errors(settings, words, tmp_path):

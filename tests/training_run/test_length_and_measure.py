@@ -88,7 +88,7 @@ def test_a_run_by_passes_resumes_exactly_ends_and_can_be_made_longer(passed, tmp
 
 
 def test_passes_of_what_has_no_end_are_refused_and_those_of_sources_are_over_all_rows(rows):
-    with pytest.raises(ConfigError, match=r"no end to pass\. Write trainer.steps"):
+    with pytest.raises(ConfigError, match=r"tasks without end\. Write trainer.steps"):
         build(load(None, ["trainer.epochs=1"]))
     two = [f"data.sources.a.path={rows}", f"data.sources.b.path={rows}", "data.sources.b.ratio=3", "trainer.epochs=1"]
     both = [*SMALL, *two, "data.sources.a.ratio=1", "rollout.tasks_per_step=5"]

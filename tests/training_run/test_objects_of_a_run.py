@@ -45,13 +45,13 @@ def nested():
 
 def test_what_can_be_imported_again_is_called_by_its_path_and_the_command_line_evaluates_the_run(tmp_path):
     done = arborl.run(
-        data=mine.asked, agent=mine.Talker, rewards=[mine.right], output_dir=tmp_path / "run",
+        data=mine.requested, agent=mine.Talker, rewards=[mine.right], output_dir=tmp_path / "run",
         **SMALL | {"rollout.group_filter": mine.all_of_them},
     )  # fmt: skip
     config = load(done.folder / "config.yaml")
     assert config.agent.name == "parts_of_mine:Talker"
     assert config.rewards[0].name == "parts_of_mine:right"
-    assert config.data.rows.name == "parts_of_mine:asked"
+    assert config.data.rows.name == "parts_of_mine:requested"
     assert config.rollout.group_filter == "parts_of_mine:all_of_them"
     output = invoke("evaluate", str(done.folder))
     assert output.exit_code == 0, output.output
@@ -104,7 +104,9 @@ def test_names_reach_wherever_a_part_may_stand():
         {
             "env": {"name": mine.Lake, "args": {"size": 3}},
             "rewards": [{"name": mine.right, "weight": 2}, "exact"],
-            "data": {"sources": {"a": mine.asked, "b": {"env": mine.Lake, "tools": [mine.calculator]}, "c": "x.json"}},
+            "data": {
+                "sources": {"a": mine.requested, "b": {"env": mine.Lake, "tools": [mine.calculator]}, "c": "x.json"}
+            },
             "data.agents": {"echo": mine.Talker},
             "model": "seedling",
         }
@@ -112,12 +114,12 @@ def test_names_reach_wherever_a_part_may_stand():
     assert named["env"] == {"name": "parts_of_mine:Lake", "args": {"size": 3}}
     assert named["rewards"] == [{"name": "parts_of_mine:right", "weight": 2}, "exact"]
     assert named["data"]["sources"] == {
-        "a": {"rows": "parts_of_mine:asked"},
+        "a": {"rows": "parts_of_mine:requested"},
         "b": {"env": "parts_of_mine:Lake", "tools": ["parts_of_mine:calculator"]},
         "c": "x.json",
     }
     assert named["data.agents"] == {"echo": "parts_of_mine:Talker"}
-    assert set(objects.values()) == {mine.Lake, mine.right, mine.asked, mine.calculator, mine.Talker}
+    assert set(objects.values()) == {mine.Lake, mine.right, mine.requested, mine.calculator, mine.Talker}
 
 
 def test_arguments_of_a_tool_given_as_a_class_go_by_its_short_name(tmp_path, monkeypatch):

@@ -64,7 +64,7 @@ def test_the_configuration_names_them_and_a_run_goes_on_from_the_command_line(ou
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["algorithm.advantage=parts_of_mine:wrong_shape"], "returns an array of shape (2,) where 3 numbers are due"),
+        (["algorithm.advantage=parts_of_mine:wrong_shape"], "returns an array of shape (2,) instead of 3 numbers"),
         (["algorithm.advantage=parts_of_mine:nothing"], "has no 'nothing' (wanted as advantage)"),
         (["algorithm.loss=nowhere_at_all:f"], "cannot import 'nowhere_at_all' for the loss"),
         (["algorithm.loss=parts_of_mine:ppo_again", "algorithm.args.lo=1"], "Did you mean 'low'?"),

@@ -79,7 +79,7 @@ def test_of_two_runs_into_one_folder_one_is_refused_and_the_lock_dies_with_its_p
     assert sorted(output) == ["", "x"]
     winner, loser = (both[output.index(name)] for name in ("x", ""))
     assert "is locked: another process trains there" in loser.communicate()[1]
-    with pytest.raises(ConfigError, match="is in use"), claimed(RunConfig(output_dir=here / "x"), resuming=True):
+    with pytest.raises(ConfigError, match="is locked"), claimed(RunConfig(output_dir=here / "x"), resuming=True):
         pass
     winner.send_signal(signal.SIGKILL)
     winner.communicate()

@@ -80,10 +80,10 @@ def test_a_sweep_is_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_sweeps_need_somebody_who_is_logged_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    with pytest.raises(ConfigError, match=r"nobody is logged in\. Write `wandb login`"):
+    with pytest.raises(ConfigError, match=r"no user is logged in\. Write `wandb login`"):
         WandbBackend(FakeWandb(known=False))
     monkeypatch.setenv("WANDB_MODE", "offline")
-    with pytest.raises(ConfigError, match="there are no sweeps without the server, and WANDB_MODE=offline"):
+    with pytest.raises(ConfigError, match="sweeps need the server, but WANDB_MODE=offline"):
         WandbBackend(FakeWandb())
 
 

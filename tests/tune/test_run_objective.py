@@ -101,7 +101,7 @@ def test_a_budget_that_is_free_is_left_alone() -> None:
     ("settings", "params", "said"),
     [
         ([], {"rollout.group_size": 3}, "the 128 episodes of a step cannot be divided by 3"),
-        ([], {"trainer.steps": 60}, "say how much a trial costs"),
+        ([], {"trainer.steps": 60}, "trainer.steps and trainer.epochs are the cost of a trial"),
         (["trainer.epochs=2"], {"rollout.group_size": 4}, "Write trainer.steps, or write --budget free"),
     ],
 )
@@ -133,8 +133,8 @@ def test_trials_are_measured_at_the_same_numbers_of_episodes() -> None:
         ({"rollout.group_size": "uniform:4:8.5"}, "rollout.group_size: must be a whole number"),
         ({"algorithm": ["grpo", "gppo"]}, "gppo"),
         ({"rollout.group_size": "int:2:5"}, "cannot be divided by 5"),
-        ({"evaluation.tasks": [10, 20]}, "evaluation.tasks: is about how trials are measured or kept"),
-        ({"output_dir": ["a", "b"]}, "output_dir: is about how trials are measured or kept"),
+        ({"evaluation.tasks": [10, 20]}, "evaluation.tasks: how trials are measured and stored"),
+        ({"output_dir": ["a", "b"]}, "output_dir: how trials are measured and stored"),
         ({"learning_rate": "log:1e-5:1", "learner.lr": [1, 2]}, "learner.lr and learning_rate both set learner.lr"),
     ],
 )
@@ -161,7 +161,7 @@ def test_a_run_that_cannot_be_searched_is_refused(settings: list[str], more: dic
 
 
 def test_held_out_tasks_must_be_there() -> None:
-    with pytest.raises(ConfigError, match="nothing would tell trials apart"):
+    with pytest.raises(ConfigError, match=r"evaluation\.tasks=0: trials cannot be compared"):
         objective("evaluation.tasks=0").check(read_space({"learner.lr": "log:1e-5:1e-2"}))
 
 
@@ -304,5 +304,5 @@ def test_a_file_that_is_changed_ends_the_study(tmp_path: Path) -> None:
     file.write_text("seed: 1\n")
     asked = RunObjective.of(file, [])
     file.write_text("seed: 2\n")
-    with pytest.raises(StudyError, match="was changed while its study runs"):
+    with pytest.raises(StudyError, match=r"run\.yaml changed while its study runs"):
         asyncio.run(asked({}, Stops(tmp_path / "trials" / "000")))

@@ -92,9 +92,9 @@ def test_a_mistake_names_the_parameter_the_value_and_what_to_write(given: Any, s
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("learner.lr", "--param learner.lr: says no values. Write learner.lr=log:LOW:HIGH, or =A,B,C."),
+        ("learner.lr", "--param learner.lr: has no values. Write learner.lr=log:LOW:HIGH, or =A,B,C."),
         ("=4,8", "Write NAME=log:LOW:HIGH"),
-        ("x=4", "x: 4 is one value, and there is nothing to search."),
+        ("x=4", "x: 4 is a single value."),
         ("x=", "x: choices is empty"),
         ("x=log:a:b", "x: low='a' must be a number"),
     ],

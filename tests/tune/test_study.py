@@ -166,7 +166,7 @@ def test_a_study_of_failures_alone_says_why(tmp_path: Path) -> None:
     async def objective(params: dict[str, Any], report: TrialReport) -> float:
         raise ValueError("no such thing")
 
-    with pytest.raises(RunStopped, match=r"No trial of 3 came to its end(.|\n)*no such thing"):
+    with pytest.raises(RunStopped, match=r"None of 3 trials finished(.|\n)*no such thing"):
         study(plan(tmp_path, 3), objective)
 
 
@@ -210,7 +210,7 @@ def test_a_folder_with_another_study_is_refused_with_what_differs(tmp_path: Path
 def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
     (tmp_path / "study").mkdir()
     (tmp_path / "study" / "thesis.tex").write_text("")
-    with pytest.raises(ConfigError, match=r"holds other things: thesis.tex"):
+    with pytest.raises(ConfigError, match=r"holds other files: thesis.tex"):
         study(plan(tmp_path, 2))
 
 
@@ -308,7 +308,7 @@ def test_a_killed_study_goes_on_with_what_is_missing(tmp_path: Path) -> None:
     trials = rows(tmp_path)
     assert [trial["state"] for trial in trials] == ["done", "done", "lost", "done", "done"]
     assert trials[2]["params"] == trials[3]["params"]  # it is tried again
-    assert trials[2]["reason"] == "the process ended in the middle of it"
+    assert trials[2]["reason"] == "its process died"
 
 
 def test_a_trial_whose_process_ends_twice_has_failed(tmp_path: Path) -> None:

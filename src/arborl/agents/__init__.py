@@ -1,9 +1,9 @@
 """Agents: async programs that call the model. An agent builds the prompts; recording and training are not its job.
 
-    agent_interface.py  The interfaces of agents and of the model that an agent calls
-    chat_agents.py      Agents without tools: whole conversation, or a window of steps
-    tool_agents.py      Agents with tools: tool calls, code between tags, ReAct
-    context/            Agents that edit their own context
+agent_interface.py  The interfaces of agents and of the model that an agent calls
+chat_agents.py      Agents without tools: whole conversation, or a window of steps
+tool_agents.py      Agents with tools: tool calls, code between tags, ReAct
+context/            Agents that edit their own context
 """
 
 from collections.abc import Container

@@ -1,15 +1,15 @@
 """Chat: messages to token ids and back. It runs no model and never tokenises sampled tokens again.
 
-    renderer.py           `Renderer`: tokenizer, template, tool-call format and stop tokens of one model
-    conversation.py       `Conversations`: prompts of an episode as token ids; context limits
-    chat_template.py      A model's Jinja chat template, its sandbox and deadline
-    builtin_templates.py  Built-in templates; the tool section for templates that ignore tools
-    incremental.py        Incremental rendering of growing conversations; cache of first prompts
-    traced_template.py    Rewrites a template's loops for incremental rendering
-    control_tokens.py     Escaping of control tokens in messages
-    tokenizer.py          Text to token ids and back
-    messages.py           Messages in OpenAI's format
-    formats/              Tool-call formats, one file each
+renderer.py           `Renderer`: tokenizer, template, tool-call format and stop tokens of one model
+conversation.py       `Conversations`: prompts of an episode as token ids; context limits
+chat_template.py      A model's Jinja chat template, its sandbox and deadline
+builtin_templates.py  Built-in templates; the tool section for templates that ignore tools
+incremental.py        Incremental rendering of growing conversations; cache of first prompts
+traced_template.py    Rewrites a template's loops for incremental rendering
+control_tokens.py     Escaping of control tokens in messages
+tokenizer.py          Text to token ids and back
+messages.py           Messages in OpenAI's format
+formats/              Tool-call formats, one file each
 """
 
 from arborl.chat.chat_template import Template

@@ -1,10 +1,10 @@
 """Engines: sample token ids and their log-probabilities from the policy. They never see a message.
 
-    engine.py           `Engine`, the interface, with defaults for optional capabilities
-    engine_requests.py  Validation of prompts and sampling parameters; stop texts
-    scripted.py         Fixed replies without a model, and no engine at all
-    local/              Sampling in this process with the learner's weights
-    remote/             Sampling by vLLM in another process and by HTTP servers
+engine.py           `Engine`, the interface, with defaults for optional capabilities
+engine_requests.py  Validation of prompts and sampling parameters; stop texts
+scripted.py         Fixed replies without a model, and no engine at all
+local/              Sampling in this process with the learner's weights
+remote/             Sampling by vLLM in another process and by HTTP servers
 """
 
 from arborl.engines.engine import Engine, Weights

@@ -1,15 +1,15 @@
 """Rewards: values of finished episodes. Rewards never see token ids.
 
-    reward.py          The interface of rewards, `@reward`, and `Rewards`, which scores groups
-    threaded_calls.py  Sync reward functions in threads, with adaptive concurrency
-    answers.py         Rewards of the final answer: number, text, choice, format; and `env`
-    code_tests.py      Code tested in the sandbox
-    asserts.py         Tests written as asserts
-    score_function.py  Rewards for rows in verl's format
-    efficiency.py      Fewer tool calls for the same answer
-    judge.py           Answers judged by a language model behind an endpoint
-    reward_model.py    Reward models: sequence classifiers on disk
-    text/              Rewards that read conversations: helpfulness, safety, correctness; combinations of rewards
+reward.py          The interface of rewards, `@reward`, and `Rewards`, which scores groups
+threaded_calls.py  Sync reward functions in threads, with adaptive concurrency
+answers.py         Rewards of the final answer: number, text, choice, format; and `env`
+code_tests.py      Code tested in the sandbox
+asserts.py         Tests written as asserts
+score_function.py  Rewards for rows in verl's format
+efficiency.py      Fewer tool calls for the same answer
+judge.py           Answers judged by a language model behind an endpoint
+reward_model.py    Reward models: sequence classifiers on disk
+text/              Rewards that read conversations: helpfulness, safety, correctness; combinations of rewards
 """
 
 import inspect

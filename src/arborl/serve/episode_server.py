@@ -399,7 +399,7 @@ class EpisodeMiddleware(RequestFilter):
         super().__init__(app, None, MAX_BODY_BYTES)
         self.episodes = episodes
 
-    def _refusal(self, path: str, headers: Mapping[bytes, bytes]) -> Any:
+    def _rejection(self, path: str, headers: Mapping[bytes, bytes]) -> Any:
         match = EPISODE_PATH.match(path)
         if match is None or match["id"] not in self.episodes:
             return error_response(404, UNKNOWN_EPISODE, "episode_not_found")

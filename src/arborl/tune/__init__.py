@@ -1,12 +1,12 @@
 """Hyper-parameter search: each trial is a whole training run; a study is a folder and can be resumed.
 
-    space.py          Search spaces: parameters by name with their values
-    trial.py          StudyPlan, Trial, objectives and HPOSummary
-    study.py          search: runs a study
-    backends/         Optuna, Ray Tune, Weights & Biases: choose parameters and run trials
-    run_objective.py  The objective: a training run in its own process
-    run_trial.py      The process of one trial
-    plots.py          Plots of a study
+space.py          Search spaces: parameters by name with their values
+trial.py          StudyPlan, Trial, objectives and HPOSummary
+study.py          search: runs a study
+backends/         Optuna, Ray Tune, Weights & Biases: choose parameters and run trials
+run_objective.py  The objective: a training run in its own process
+run_trial.py      The process of one trial
+plots.py          Plots of a study
 """
 
 from arborl.tune.space import get_search_space, read_space

@@ -1,13 +1,13 @@
 """Views of runs: plots, GIFs, HTML report, comparison page and web viewer. Reads run folders; never trains or samples.
 
-    report.py          The HTML report of a run
-    comparison.py      Comparison page of several runs, with intervals
-    web/               The viewer: a local web application for run folders
-    transcript.py      An episode as HTML
-    curve.py           Plots of a run: learning curve, health, sources
-    context_length.py  Plot of the context length over an episode
-    policy_table.py    Evaluation results as JSON, CSV, HTML and JSONL
-    gif.py             An episode as a GIF
+report.py          The HTML report of a run
+comparison.py      Comparison page of several runs, with intervals
+web/               The viewer: a local web application for run folders
+transcript.py      An episode as HTML
+curve.py           Plots of a run: learning curve, health, sources
+context_length.py  Plot of the context length over an episode
+policy_table.py    Evaluation results as JSON, CSV, HTML and JSONL
+gif.py             An episode as a GIF
 """
 
 from arborl.view.context_length import context_length

@@ -1,8 +1,8 @@
 """Backends of a study: they choose the next parameters and run the trials.
 
-    optuna_study.py  Optuna: a database that survives a kill and that several processes share
-    ray_tune.py      Ray Tune: trials on the machines of a Ray cluster
-    wandb_sweep.py   Sweeps of Weights & Biases
+optuna_study.py  Optuna: a database that survives a kill and that several processes share
+ray_tune.py      Ray Tune: trials on the machines of a Ray cluster
+wandb_sweep.py   Sweeps of Weights & Biases
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """The viewer: a local web application for finished and running runs. It writes only an index.
 
-    app.py             The HTTP application
-    viewer.py          The HTTP server
-    folders.py         Run folders: list, state, differences of configurations
-    metrics.py         Metrics as series for charts
-    index.py           The SQLite index of a run's episodes
-    episode.py         One episode as JSON
-    group.py           The token tree of a group, and where two episodes diverge
-    gradient.py        The tokens with the largest gradient in a step
-    token_text.py      Token ids as text
-    episode_search.py  Queries of the episode index
+app.py             The HTTP application
+viewer.py          The HTTP server
+folders.py         Run folders: list, state, differences of configurations
+metrics.py         Metrics as series for charts
+index.py           The SQLite index of a run's episodes
+episode.py         One episode as JSON
+group.py           The token tree of a group, and where two episodes diverge
+gradient.py        The tokens with the largest gradient in a step
+token_text.py      Token ids as text
+episode_search.py  Queries of the episode index
 """
 
 from arborl.view.web.folders import RunFolders
