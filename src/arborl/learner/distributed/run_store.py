@@ -33,6 +33,8 @@ MAX_SOCKET_PATH = 100
 """Bytes of a Unix socket's path; Linux allows 107."""
 HANDSHAKE_SECONDS = 10.0
 """Seconds in which a client must prove that it holds the secret."""
+CONNECT_SECONDS = 30.0
+"""Seconds for which a rank tries to connect while other clients keep the server busy."""
 MAX_PENDING = 256
 """Clients in the handshake at once; further ones are disconnected and try again."""
 CLOSE_GRACE_SECONDS = 2.0
@@ -306,7 +308,7 @@ def connect(info: JoinInfo) -> Connection:
         made = socket.create_connection((host, int(port)), UNREACHABLE_MS / 1000)
         made.settimeout(None)
         set_keepalive(made)
-    set_read_timeout(made, HANDSHAKE_SECONDS)
+    set_read_timeout(made, CONNECT_SECONDS)
     connection = Connection(made.detach())
     theirs, ours = connection.recv_bytes(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
     connection.send_bytes(ours + hmac_sha256(info.secret, "client", theirs, ours))
@@ -318,8 +320,8 @@ def connect(info: JoinInfo) -> Connection:
 
 
 def connect_with_retry(info: JoinInfo) -> Connection:
-    """As `connect`, repeated for `HANDSHAKE_SECONDS` while the server has too many clients."""
-    until = time.monotonic() + HANDSHAKE_SECONDS
+    """As `connect`, repeated for `CONNECT_SECONDS` while the server has too many clients."""
+    until = time.monotonic() + CONNECT_SECONDS
     while True:
         try:
             return connect(info)
