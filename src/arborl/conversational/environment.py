@@ -207,9 +207,8 @@ class ConversationEnvironment(Environment):
     """A user with the lines of a scenario; the user speaks first.
 
     Args:
-        scenarios: each `{"id", "topic", "user_responses": [...], "metadata"}`; see `arborl.envs.games.conversation_env`.
-            Default:
-            those of `preset`.
+        scenarios: each `{"id", "topic", "user_responses": [...], "metadata"}`, see
+            `arborl.envs.games.conversation_env`. Default: those of `preset`.
         max_turns: replies of the agent at most.
         randomize_scenarios: whether scenarios have a new order in every epoch.
         preset: `customer_service`, `technical_support` or `sales`.
