@@ -122,7 +122,7 @@ def journal(folder: Path) -> Path:
     made = CallJournal(folder / "journal")
     made.begin("a", "digest")
     made.open_session("s")
-    made._base.execute("PRAGMA journal_mode=DELETE")
+    made._connection.execute("PRAGMA journal_mode=DELETE")
     made.close()
     return folder / "journal"
 

@@ -193,8 +193,8 @@ def test_a_run_on_two_nodes_that_loses_an_engine_and_a_worker_is_the_run_in_one_
     assert sum(row["rollout/processes_hung"] for row in rows) == 0
     assert f"process {killed[0][0]}" in caplog.text  # the log names the lost process
     assert killed[1].name in caplog.text
-    assert "Processes of the run were lost and replaced: 1 × engine, " in caplog.text  # and what it cost
-    assert "processes of the run were lost and replaced" in (tmp_path / "ray" / "report.html").read_text().lower()
+    assert "Processes were lost and replaced: 1 × engine, " in caplog.text  # and what it cost
+    assert "processes were lost and replaced" in (tmp_path / "ray" / "report.html").read_text().lower()
 
 
 @pytest.mark.slow

@@ -529,7 +529,7 @@ def test_memory_is_kept_across_conversations_and_summarized():
     assert memory.summary == "Noted."  # the reply of the stub
     assert "I am Cleo." in memory.recall()
     assert "I am Ada." not in memory.recall()
-    shown = talker._shown([arborl.Message("user", "Who am I?")])
+    shown = talker._prompt([arborl.Message("user", "Who am I?")])
     assert shown[0].role == "system"
     assert "I am Cleo." in shown[0].content
 

@@ -314,7 +314,7 @@ def spares_by_source(tasks: Mapping[int, Task], indices: Iterable[int]) -> dict[
 
 
 COUNTED = (
-    "cancelled", "expired", "filtered", "filtered_episodes", "filtered_failed", "filter_failed", "missing", "again",
+    "cancelled", "expired", "filtered", "filtered_episodes", "filtered_failed", "filter_failed", "missing", "retried",
 )  # fmt: skip
 
 

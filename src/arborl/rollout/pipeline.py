@@ -167,7 +167,7 @@ class Pipeline:
         if slot.running is not None:
             self.rollout.counts["stale"] += slot.running.num_started
             self.rollout.dropped_failures += slot.running.failed()
-        self.rollout.counts["again"] += 1
+        self.rollout.counts["retried"] += 1
         slot.cancel()
         slot.attempt += 1
 

@@ -134,7 +134,7 @@ def parse_message(data: bytes) -> GuestMessage:
         count = struct.unpack_from("<I", data, position)[0]
         if position + 4 + count > len(data):
             raise ForgedMessage("a truncated message")
-        texts.append(data[position + 4 : position + 4 + count].decode(errors="reposition"))
+        texts.append(data[position + 4 : position + 4 + count].decode(errors="replace"))
         position += 4 + count
     expected = {OK: 2, RAISED: 2, READY: 1, FAILED: 1}.get(data[0])
     if len(texts) != expected:

@@ -69,7 +69,7 @@ class RowReader:
             if value is None:
                 raise ConfigError(
                     f"{where}: no column {path!r} for fields.{key}.{did_you_mean(path, row)} "
-                    f"It columns: {', '.join(map(str, row))}."
+                    f"It has: {', '.join(map(str, row))}."
                 )
             columns[key] = value
         return columns
@@ -119,7 +119,7 @@ def _question(row: Mapping[str, Any], text: Any, column: str, where: str) -> str
     if text is None and column not in row:
         raise ConfigError(
             f"{where}: no column {column!r}.{did_you_mean(column, row)} "
-            f"It columns: {', '.join(map(str, row))}. Write data.question=COLUMN, or give a column 'messages'."
+            f"It has: {', '.join(map(str, row))}. Write data.question=COLUMN, or give a column 'messages'."
         )
     if not isinstance(text, str):
         raise ConfigError(f"{where}, {column}: {type(text).__name__}, not text.")
@@ -250,7 +250,7 @@ class OfflineRowReader(RowReader):
         name = missing[0] if missing else "prompt"
         near = did_you_mean(name, [str(one) for one in columns])
         return ConfigError(
-            f"{where}: no column {name!r}.{near} It columns: {', '.join(map(str, columns))}. Write the columns "
+            f"{where}: no column {name!r}.{near} It has: {', '.join(map(str, columns))}. Write the columns "
             f"{COLUMNS[self.kind]}. Or say which they are: data.fields={{{name}: COLUMN}}."
         )
 
