@@ -327,15 +327,13 @@ def stateset_context(
 
     Example:
         stateset_context(compression_ratio=0.4, compression_strategy="truncate")
-        # {"policy": "truncate", "compress_at": 1.0, "compression_ratio": 0.4}
+        # {"policy": "truncate", "args": {"compress_at": 1.0, "compression_ratio": 0.4}}
     """
     if not enable_context_compression:
         return {"policy": "none"}
-    match compression_strategy:
-        case "truncate":
-            return {"policy": "truncate", "compress_at": 1.0, "compression_ratio": compression_ratio}
-        case "sliding_window":
-            return {"policy": "truncate", "compress_at": compression_ratio, "compression_ratio": compression_ratio}
-        case "summary":
-            return {"policy": "summary", "compress_at": compression_ratio}
+    if compression_strategy == "summary":
+        return {"policy": "summary", "args": {"compress_at": compression_ratio}}
+    if compression_strategy in ("truncate", "sliding_window"):
+        start = 1.0 if compression_strategy == "truncate" else compression_ratio
+        return {"policy": "truncate", "args": {"compress_at": start, "compression_ratio": compression_ratio}}
     raise ValueError(f"compression_strategy={compression_strategy!r}: give summary, truncate or sliding_window")
