@@ -139,12 +139,18 @@ def test_an_engine_that_is_not_there_is_one_message_and_nothing_is_written(tmp_p
         ({"engine": {"name": "http", "args": {"urls": ["http://a", "http://a"]}}}, "named twice"),
         ({"engine": {"args": {"urls": ["http://a"]}}}, "urls: is for engine=http, not for engine=local"),
         ({"engine": {"name": "http", "args": {"urls": ["http://a"], "python": "x"}}}, "python: is for engine=vllm"),
-        ({"engine": {"name": "vllm", "args": {"update": "restart"}}}, "update: is for engine=local, not for engine=vllm"),
+        (
+            {"engine": {"name": "vllm", "args": {"update": "restart"}}},
+            "update: is for engine=local, not for engine=vllm",
+        ),
         (
             {"engine": {"name": "http", "args": {"urls": ["http://a"]}, "kv_tokens": 9}},
             "kv_tokens is for engine=local and engine=vllm",
         ),
-        ({"engine": {"name": "vllm", "args": {"page_size": 16}}}, "page_size: is for engine=local, not for engine=vllm"),
+        (
+            {"engine": {"name": "vllm", "args": {"page_size": 16}}},
+            "page_size: is for engine=local, not for engine=vllm",
+        ),
         ({"engine": "vllm", "deterministic": True}, "Write engine=local, or deterministic=false"),
         ({"engine": "vllm", "sampling": {"min_p": 0.1, "top_p": 0.9}}, "in the other order"),
     ],

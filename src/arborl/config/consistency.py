@@ -106,12 +106,10 @@ def check_algorithm(run: RunConfig) -> None:
     for algorithm in run.algorithm.all:
         if algorithm.compares_episodes and run.rollout.group_size < 2:
             raise ValueError(_group_of_one(algorithm))
-        whole = algorithm.loss in ("dpo", "ipo", "kto") or (algorithm.loss, algorithm.options.sequence) == (
-            "gspo",
-            "episode",
-        )
+        by_episode = algorithm.loss == "gspo" and algorithm.options.sequence == "episode"
+        whole = by_episode or algorithm.loss in ("dpo", "ipo", "kto")
         if run.learner.max_samples_per_trajectory is not None and whole:
-            other = ", or write algorithm.args.sequence=call" if algorithm.loss == "gspo" else ""
+            other = ", or write algorithm.args.sequence=call" if by_episode else ""
             raise ValueError(
                 f"learner.max_samples_per_trajectory with algorithm.loss={algorithm.loss}, which is of whole "
                 f"episodes: leave it out{other}."

@@ -133,13 +133,31 @@ class RunConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_in(cls, data: Any) -> Any:
-        """Defaults that depend on other settings: offline runs, the run's name, the environment, evaluation tasks."""
-        if not isinstance(data, Mapping):
-            return data
-        data = with_offline(data)
-        data = data if data.get("name") else {**data, "name": default_run_name(data)}
-        return with_evaluation_tasks(with_question_env(data))
+    def _fill_in(cls, settings: Any) -> Any:
+        """Defaults that depend on other settings."""
+        if not isinstance(settings, Mapping):
+            return settings
+        sections: dict[str, dict[str, Any]] = {}
+        for key, model in DEPENDENT.items():
+            value = expand_shorthand(model, settings.get(key, {}))
+            value = value.model_dump(exclude_unset=True) if isinstance(value, Config) else value
+            if not isinstance(value, Mapping):
+                return settings  # reported by the validation of the section
+            sections[key] = dict(value)
+        env, data, evaluation = sections["env"], sections["data"], sections["evaluation"]
+        filled = {**settings, "name": settings.get("name") or default_run_name(env, data)}
+        if _has_rows(data) and not {"name", "_target_"} & env.keys():
+            if _loss_name(sections["algorithm"]) in OFFLINE_LOSSES and not settings.get("rewards"):
+                data.setdefault("offline", True)
+            env["name"] = "question"
+        if data.get("offline"):
+            filled.setdefault("engine", {"name": "none"})
+        if (tasks := _evaluation_tasks(data)) is not None and evaluation.setdefault("tasks", tasks) != tasks:
+            given = evaluation["tasks"]
+            raise ValueError(
+                f"data.sources: evaluation_tasks add up to {tasks}, but evaluation.tasks={given}. Leave one out."
+            )
+        return {**filled, **{key: section for key, section in sections.items() if section}}
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
@@ -147,80 +165,36 @@ class RunConfig(Config):
         return self
 
 
-def with_question_env(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With `env=question` if there are rows and no environment is named."""
-    env = expand_shorthand(EnvConfig, settings.get("env", {}))
-    if not has_rows(settings.get("data")) or not isinstance(env, Mapping) or "name" in env or "_target_" in env:
-        return settings
-    return {**settings, "env": {**env, "name": "question"}}
+DEPENDENT: dict[str, type[Config]] = {
+    "env": EnvConfig, "data": DataConfig, "algorithm": AlgorithmConfig, "evaluation": EvaluationConfig,
+}  # fmt: skip
+"""Sections on which defaults depend."""
 
 
-def with_evaluation_tasks(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With `evaluation.tasks` as the sum of `data.sources.NAME.evaluation_tasks`."""
-    data, evaluation = settings.get("data"), settings.get("evaluation") or {}
-    sources = data.get("sources") if isinstance(data, Mapping) else None
-    written = [one.get("evaluation_tasks") for one in sources.values()] if _are_sections(sources) else []
-    if not written or not isinstance(evaluation, Mapping) or not all(isinstance(one, int) for one in written):
-        return settings
-    tasks = sum(written)
-    if evaluation.get("tasks", tasks) != tasks:
-        raise ValueError(
-            f"data.sources: evaluation_tasks add up to {tasks}, but evaluation.tasks={evaluation['tasks']}. Leave one "
-            "of them out."
-        )
-    return {**settings, "evaluation": {**evaluation, "tasks": tasks}}
-
-
-def _are_sections(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(one, Mapping) for one in value.values())
-
-
-def with_offline(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With the default of `data.offline`, and `engine=none` if the run is offline."""
-    data = expand_shorthand(DataConfig, settings.get("data"))
-    written = data if isinstance(data, Mapping) else getattr(data, "model_fields_set", ())
-    if "offline" not in written:
-        wanted = loss_name(settings.get("algorithm")) in OFFLINE_LOSSES
-        if not wanted or not has_rows(data) or settings.get("rewards") or _names_env(settings.get("env")):
-            return settings
-        update = {"offline": True}
-        data = {**data, **update} if isinstance(data, Mapping) else data.model_copy(update=update)
-        settings = {**settings, "data": data}
-    offline = data["offline"] if isinstance(data, Mapping) else data.offline
-    return {**settings, "engine": {"name": "none"}} if offline and "engine" not in settings else settings
-
-
-def _names_env(value: Any) -> bool:
-    env = expand_shorthand(EnvConfig, value)
-    return env is not None and not (isinstance(env, Mapping) and not {"name", "_target_"} & env.keys())
-
-
-def loss_name(value: Any) -> str:
+def _loss_name(algorithm: Mapping[str, Any]) -> str:
     """The loss of the section `algorithm` before validation."""
-    algorithm = expand_shorthand(AlgorithmConfig, value)
-    if isinstance(algorithm, AlgorithmConfig):
-        return algorithm.loss
-    chosen = algorithm if isinstance(algorithm, Mapping) else {}
-    return str(chosen.get("loss") or PRESETS.get(str(chosen.get("name", "grpo")), {}).get("loss", "ppo"))
+    return str(algorithm.get("loss") or PRESETS.get(str(algorithm.get("name", "grpo")), {}).get("loss", "ppo"))
 
 
-def has_rows(value: Any) -> bool:
-    """Whether the section `data`, before or after validation, has rows of its own or of a source."""
-    data = expand_shorthand(DataConfig, value)
-    if isinstance(data, DataConfig):
-        return data.has_rows or any(source.has_rows for source in data.sources.values())
-    if not isinstance(data, Mapping):
-        return False
+def _sources(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The sources of the section `data` before validation; invalid ones are left out."""
     sources = data.get("sources")
     inner = [expand_shorthand(DataConfig, one) for one in sources.values()] if isinstance(sources, Mapping) else []
-    return any(data.get(key) is not None for key in ("path", "hub", "rows")) or any(map(has_rows, inner))
+    return [one for one in inner if isinstance(one, Mapping)]
 
 
-def default_run_name(settings: Mapping[str, Any]) -> str:
+def _has_rows(data: Mapping[str, Any]) -> bool:
+    return any(one.get(key) is not None for one in (data, *_sources(data)) for key in ("path", "hub", "rows"))
+
+
+def _evaluation_tasks(data: Mapping[str, Any]) -> int | None:
+    """The sum of `evaluation_tasks` of the sources, if they have it."""
+    tasks = [one.get("evaluation_tasks") for one in _sources(data)]
+    return sum(tasks) if tasks and all(isinstance(one, int) for one in tasks) else None
+
+
+def default_run_name(env: Mapping[str, Any], data: Mapping[str, Any]) -> str:
     """A name from the environment, else from the rows."""
-    env, data = expand_shorthand(EnvConfig, settings.get("env")), expand_shorthand(DataConfig, settings.get("data"))
-    sections = [one.model_dump(exclude_unset=True) if isinstance(one, Config) else one for one in (env, data)]
-    env, data = (one if isinstance(one, Mapping) else {} for one in sections)
     rows = expand_shorthand(PartConfig, data.get("rows"))
     candidates = (
         short_name(str(env.get("name") or env.get("_target_", "").rpartition(".")[2])).replace("_", "-"),

@@ -45,8 +45,7 @@ class ToolLoader:
         self.limits: list[RateLimit] = []
         self.clients: list[ToolClient] = []
         self.mcp_clients: list[McpClient] = []
-        self.loaded: dict[str, tuple[ToolConfig, list[AnyTool]]] = {}
-        """`repr` of an entry -> the entry and its tools."""
+        self.loaded: dict[str, tuple[ToolConfig, list[AnyTool]]] = {}  # `repr` of an entry -> the entry and its tools
 
     def load(self, entry: ToolConfig, where: str, args_where: str | None = None) -> list[AnyTool]:
         """The tools of one entry.
