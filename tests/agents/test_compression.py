@@ -307,7 +307,7 @@ def test_a_policy_is_given_to_every_agent_that_takes_one_and_by_source():
         "b": {"env": "frozen_lake", "agent": "react", "tools": ["calculator"], "context": "none"},
         "c": {"env": "documents", "agent": "statelm", "context": {"policy": "window", "window": 4}},
     }
-    config = from_kwargs(context={"policy": "summary", "compress_at": 0.6}, data={"sources": sources})
+    config = from_kwargs(context={"policy": "summary", "args": {"compress_at": 0.6}}, data={"sources": sources})
     cast = RunPartFactory(config, {}).cast()
     run, a, b, c = (cast.agent(Task("t", source=name)) for name in ("", "a", "b", "c"))
     assert run.context == a.context == ContextPolicy("summary", compress_at=0.6)
@@ -321,8 +321,8 @@ def test_a_policy_is_given_to_every_agent_that_takes_one_and_by_source():
     [
         ({"context": "sumary"}, "context.policy: must be one of none, window, truncate, summary"),
         ({"context": {"policy": "summary", "window": 3}}, "window is about policy=window"),
-        ({"context": {"compress_at": 0.3}}, "compress_at is about policy=truncate and summary"),
-        ({"context": {"policy": "summary", "compress_at": 0}}, "context.compress_at"),
+        ({"context.args.compress_at": 0.3}, "context.args.compress_at: is for policy=truncate and summary"),
+        ({"context": {"policy": "summary", "args": {"compress_at": 0}}}, "context.args.compress_at"),
     ],
 )
 def test_settings_of_a_policy_that_is_not_there_are_refused(given, words):
@@ -368,7 +368,8 @@ def test_a_compressed_run_that_was_stopped_and_resumed_ends_as_one_that_was_not(
     settings = {
         "env": {"name": "conversation", "args": {"preset": "sales", "max_turns": 6}}, "agent.system": "Sell.",
         "env.prompt.observation": "Turn {turn_idx}: {observation}",
-        "context": {"policy": "summary", "compress_at": 0.5}, "rewards": [sampled], "deterministic": True, "threads": 1,
+        "context": {"policy": "summary", "args": {"compress_at": 0.5}}, "rewards": [sampled], "deterministic": True,
+        "threads": 1,
         "sampling.max_context": 220, "sampling.max_tokens": 24, "evaluation.tasks": 0, "rollout.tasks_per_step": 2,
         "rollout.group_size": 4, "learner.decay": "none", "track.gifs": 0, "track.tensorboard": False,
     }  # fmt: skip

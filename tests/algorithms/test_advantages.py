@@ -119,13 +119,13 @@ def test_gdpo_golden_values_and_loop():
 
 def test_rae_moves_once_a_step_and_remembers():
     groups = [group(episode(1.0), episode(0.0), source="ttt", role="x"), group(episode(1.0), source="ttt", role="o")]
-    algorithm = Recipe(AlgorithmConfig(name="rae", baseline_decay=0.8))
+    algorithm = Recipe(AlgorithmConfig(name="rae", args={"baseline_decay": 0.8}))
     terms = terms_of(groups)
     first = algorithm.credit(groups, terms)
     assert first.advantage.tolist() == [0.5, 0.5, -0.5, -0.5, 0.0, 0.0]  # new roles start at the step's mean
     assert algorithm.state() == {"baselines": {"ttt/x": 0.5, "ttt/o": 1.0}}
     lost = [group(episode(0.0), source="ttt", role="o")]
-    again = Recipe(AlgorithmConfig(name="rae", baseline_decay=0.8))
+    again = Recipe(AlgorithmConfig(name="rae", args={"baseline_decay": 0.8}))
     again.load_state(algorithm.state())
     assert again.credit(lost, terms_of(lost)).advantage == pytest.approx(-0.8)  # 0.8 * 1 + 0.2 * 0
     assert again.state()["baselines"] == pytest.approx({"ttt/x": 0.5, "ttt/o": 0.8})

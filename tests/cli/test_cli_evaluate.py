@@ -60,7 +60,7 @@ def test_prompts_are_answered_in_order_and_scored_if_they_have_answers(here: Pat
 
 
 def test_a_message_is_answered_on_standard_output() -> None:
-    words = ["engine=scripted", "engine.replies=[Five.]"]
+    words = ["engine=scripted", "engine.args.replies=[Five.]"]
     done = call("seedling", "--message", "What is 2 + 3?", *words, *SMALL[2:])
     assert done.exit_code == 0, done.output
     assert done.stdout == "Five.\n"

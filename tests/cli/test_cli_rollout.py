@@ -17,7 +17,7 @@ def shown(*words: str) -> str:
 
 
 def test_a_stub_needs_no_engine():
-    assert "rewards" in shown("engine=http", "engine.urls=[http://127.0.0.1:9]")
+    assert "rewards" in shown("engine=http", "engine.args.urls=[http://127.0.0.1:9]")
 
 
 def test_tokens_masks_and_rewards_are_printed():

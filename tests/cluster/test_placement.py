@@ -99,7 +99,7 @@ def test_gpus_are_counted_over_all_nodes_and_a_node_that_is_back_is_found_by_its
     ("words", "message"),
     [
         (["placement.engines=9"], r"requests 9 cores .* the cluster has 8 on 2 node"),
-        (["placement.engines=1", "placement.cpus_per_engine=5"], r"an engine runs on one node; .* 4, 4 cores"),
+        (["placement.engines=1", "threads=5"], r"an engine runs on one node; .* 4, 4 cores"),
         (["placement.engines=2", "placement.device_mapping.engines=[0,2]"], r"names GPU 2, and the cluster has 2"),
         (["placement.reward_workers=1"], "only the reward env"),
     ],

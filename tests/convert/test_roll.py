@@ -171,7 +171,7 @@ def test_sampling_of_the_environment_managers_is_read_for_training_and_validatio
     assert (drawn.temperature, drawn.top_p, drawn.top_k, drawn.max_tokens) == (0.99, 0.99, 100, 100)
     assert config.evaluation.temperature == 0.2
     lines = {line.key: line.path for line in draft.lines}
-    assert lines["val_env_manager.generating_args.top_p"] == "evaluation.top_p"
+    assert lines["val_env_manager.generating_args.top_p"] == "evaluation.sampling.top_p"
     over = read(actor_infer={"generating_args": {"max_new_tokens": 50, "temperature": 0.7}})
     drawn = config_of(over).sampling
     assert (drawn.temperature, drawn.max_tokens, drawn.top_p, drawn.top_k) == (
@@ -181,24 +181,24 @@ def test_sampling_of_the_environment_managers_is_read_for_training_and_validatio
         50,
     )  # theirs where left out
     assert config_of(over).evaluation.temperature == 0.7  # it goes before validation's own there
-    assert config_of(over).data.sources["Ice"].sampling.max_tokens == 50
+    assert config_of(over).data.sources["Ice"].sampling["max_tokens"] == 50
 
 
 def test_groups_validation_and_rendering_are_theirs(read):
     config = config_of(read())
     assert (config.rollout.tasks_per_step, config.rollout.group_size, config.rollout.concurrency) == (4, 8, 32)
-    assert config.rollout.val_envs.tags == ("Puzzle", "Ice")
-    assert (config.rollout.val_envs.num_groups_partition, config.rollout.val_envs.group_size) == ((8, 4), 2)
-    assert (config.evaluation.tasks, config.evaluation.every) == (12, 10)
-    assert (config.rollout.envs.max_env_num_per_worker, config.rollout.workers) == (16, "process")
-    assert (str(config.track.render_save_dir), str(config.output_dir)) == ("render", "output/play")
+    assert config.data.evaluation_counts == {"Puzzle": 8, "Ice": 4}
+    assert [config.data.sources[name].ratio for name in ("Ice", "Puzzle")] == [1, 0]
+    assert (config.evaluation.tasks, config.evaluation.group_size, config.evaluation.every) == (12, 2, 10)
+    assert (config.rollout.envs_per_process, config.rollout.workers) == (16, "process")
+    assert (config.track.render_every, str(config.output_dir)) == (10, "output/play")
 
 
 def test_several_tags_share_the_batch_as_their_groups_do(read):
     more = {"train_env_manager__tags": ["Ice", "Puzzle"], "train_env_manager__num_groups_partition": [3, 1]}
     draft = read(**more, rollout_batch_size=64)
     config = config_of(draft)
-    assert config.rollout.envs.num_groups_partition == (6, 2)
+    assert [config.data.sources[name].ratio for name in ("Ice", "Puzzle")] == [0.75, 0.25]
     tree = draft.tree() | {"model": {"name": "seedling"}, "engine": {"name": "scripted"}}
     parts = build(validate(RunConfig, tree))
     assert sorted(task.source for task in parts.source.take(0, 8)) == ["Ice"] * 6 + ["Puzzle"] * 2
@@ -206,12 +206,12 @@ def test_several_tags_share_the_batch_as_their_groups_do(read):
 
 def test_what_they_do_without_a_word_is_written_out(read):
     config = config_of(read())
-    assert (config.algorithm.std, config.algorithm.baseline, config.algorithm.aggregation) == (
+    assert (config.algorithm.std, config.algorithm.options.baseline, config.algorithm.aggregation) == (
         "group",
         "mean",
         "episode",
     )
-    assert (config.algorithm.anchor, config.algorithm.skip_zero_variance, config.algorithm.dual_clip) == (
+    assert (config.algorithm.anchor, config.algorithm.skip_zero_variance, config.algorithm.options.dual_clip) == (
         "proximal",
         False,
         None,
@@ -229,7 +229,7 @@ def test_what_they_do_without_a_word_is_written_out(read):
         )
     )
     assert (plain.model.dtype, plain.learner.lr, plain.learner.decay, plain.seed) == ("bfloat16", 5e-5, "linear", 42)
-    assert plain.data.sources["Ice"].env.args == {
+    assert plain.env.args == {
         "size": 4,
         "frozen": 0.8,
         "slippery": True,
@@ -308,8 +308,16 @@ def test_the_algorithm_is_what_estimator_normalisation_and_whitening_come_to(rea
 def test_gae_brings_a_critic_of_its_own_and_values_by_token(read):
     draft = read(adv_estimator="gae", lambd=0.9, value_clip=0.5, critic={"training_args": {"learning_rate": 1e-5}})
     config = config_of(draft)
-    assert (config.algorithm.name, config.algorithm.gae_level, config.algorithm.gae_lambda) == ("ppo", "token", 0.9)
-    assert (config.learner.critic, config.learner.critic_lr, config.algorithm.value.clip) == ("separate", 1e-5, 0.5)
+    assert (config.algorithm.name, config.algorithm.options.gae_level, config.algorithm.options.gae_lambda) == (
+        "ppo",
+        "token",
+        0.9,
+    )
+    assert (config.learner.critic, config.learner.critic_lr, config.algorithm.options.value_clip) == (
+        "separate",
+        1e-5,
+        0.5,
+    )
     assert (config.algorithm.whiten, config.algorithm.aggregation) == ("token", "episode")
     assert {line.key: line.path for line in draft.lines}["reward_pretrain"] == "learner.critic_from"
 
@@ -370,7 +378,7 @@ def test_parts_without_counterpart_are_errors_with_advice(read, more, says):
 def test_a_name_of_theirs_can_be_given_one_of_ours(read):
     ice = {"env_type": "chess", "max_steps": 4, "max_tokens_per_step": 8, "env_config": {"boxes": 1}}
     config = config_of(read({"chess": "sokoban"}, custom_envs__Ice=ice, val_env_manager=None))
-    assert (config.data.sources["Ice"].env.name, config.data.sources["Ice"].env.args) == ("sokoban", {"boxes": 1})
+    assert (config.env.name, config.env.args) == ("sokoban", {"boxes": 1})
 
 
 def test_questions_of_a_dataset_are_rows_with_a_reward_and_a_tool_is_an_agent(read):
@@ -403,7 +411,7 @@ def test_questions_of_a_dataset_are_rows_with_a_reward_and_a_tool_is_an_agent(re
             train_env_manager__num_groups_partition=[3, 1],
         )
     )
-    assert {name: source.ratio for name, source in both.data.sources.items()} == {"Ice": 3, "Puzzle": 1}
+    assert {name: source.ratio for name, source in both.data.sources.items()} == {"Ice": 0.75, "Puzzle": 0.25}
     assert (both.data.sources["Ice"].agent.name, both.data.sources["Puzzle"].agent.name) == ("code", "chat")
 
 
@@ -435,7 +443,7 @@ def test_the_report_is_a_table_and_the_same_as_json(read, tmp_path):
     lines = {line["key"]: line for line in report["lines"]}
     assert set(lines["exp_name"]) == {"kind", "key", "value", "our_key", "our_value", "reason", "explicit"}
     assert (lines["rollout_batch_size"]["our_key"], lines["rollout_batch_size"]["our_value"]) == (
-        "rollout.envs.num_env_groups",
+        "rollout.tasks_per_step",
         4,
     )
     assert lines["whiten_advantages"]["our_value"] == "token"
@@ -449,8 +457,8 @@ def test_a_converted_file_trains(read, tmp_path):
     more = ["model=seedling", f"output_dir={tmp_path / 'out'}", "trainer.steps=1", "learner.epochs=1", "track.gifs=0"]
     more += [
         "rollout.workers=auto",
-        "rollout.envs.max_env_num_per_worker=0",
-        "~track.render_save_dir",
+        "rollout.envs_per_process=0",
+        "track.render_every=0",
         "evaluation.greedy=false",
     ]
     assert train(load(tmp_path / "ours.yaml", more), stub=True).summary["steps"] == 1
@@ -572,7 +580,7 @@ def test_grpo_by_domain_divides_by_the_groups_deviation(tmp_path):
             "dpo",
             {
                 "algorithm.name": "dpo",
-                "algorithm.beta": 0.2,
+                "algorithm.args.beta": 0.2,
                 "data.fields.chosen": "good",
                 "rollout.tasks_per_step": 8,
                 "trainer.steps": 9,
@@ -586,7 +594,7 @@ def test_grpo_by_domain_divides_by_the_groups_deviation(tmp_path):
                 "sequence_length": 512,
             },
             "distill",
-            {"algorithm.name": "distill", "algorithm.teacher": "large", "model.name": "small"},
+            {"algorithm.name": "distill", "algorithm.args.teacher": "large", "model.name": "small"},
         ),
     ],
     ids=["sft", "dpo", "distill"],

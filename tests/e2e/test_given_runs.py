@@ -171,9 +171,12 @@ def test_measuring_a_run_does_not_make_its_demonstrations_again():
         (["demonstrations.path=FILE"], "Write steps=20, or weight=0.1"),
         (["demonstrations.steps=3"], "steps or weight is set, but there are no demonstrations. Write path=FILE"),
         (["demonstrations={path: FILE, steps: 30}"], "no step is left for reinforcement learning"),
-        (["algorithm=distill"], "there is no teacher. Write algorithm.teacher=MODEL"),
-        (["algorithm.teacher=seedling"], "teacher=seedling is not read with"),
-        (["algorithm=distill", "algorithm.teacher=http://x", "sampling.top_p=0.9"], "at temperature 1 over all tokens"),
+        (["algorithm=distill"], "there is no teacher. Write algorithm.args.teacher=MODEL"),
+        (["algorithm.args.teacher=seedling"], "algorithm.args.teacher: is not read with"),
+        (
+            ["algorithm=distill", "algorithm.args.teacher=http://x", "sampling.top_p=0.9"],
+            "at temperature 1 over all tokens",
+        ),
     ],
 )
 def test_settings_that_nobody_would_read_or_that_contradict_are_refused(words, says):

@@ -242,7 +242,7 @@ def test_trouble_costs_single_episodes_is_named_in_the_metrics_and_the_run_goes_
     Troubled.count = 0
     done = arborl.run(
         env=Troubled, rewards=["env", fickle], output_dir=tmp_path / "r", steps=2, engine="scripted",
-        **{"engine.replies": ["Yes.", "No."], "rollout.tasks_per_step": 3, "rollout.group_size": 4,
+        **{"engine.args.replies": ["Yes.", "No."], "rollout.tasks_per_step": 3, "rollout.group_size": 4,
            "rollout.step_seconds": 0.3, "evaluation.tasks": 0, "track.tensorboard": False},
     )  # fmt: skip
     rows = list(read_metrics(done.folder / "metrics.jsonl"))
@@ -300,7 +300,7 @@ def test_python_trains_a_tool_agent_on_a_file_with_its_own_tool_and_reward(tmp_p
     done = arborl.run(
         model="seedling", data=tmp_path / "train.json", agent="tool", tools=[adder], rewards=[right], algorithm="grpo",
         steps=1, engine="scripted", output_dir=tmp_path / "run",
-        **{"engine.replies": [call, "<answer>3</answer>"], "sampling.max_tokens": 64, "rollout.tasks_per_step": 2,
+        **{"engine.args.replies": [call, "<answer>3</answer>"], "sampling.max_tokens": 64, "rollout.tasks_per_step": 2,
            "rollout.group_size": 4, "evaluation.tasks": 2, "track.tensorboard": False},
     )  # fmt: skip
     assert requested

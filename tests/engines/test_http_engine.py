@@ -354,7 +354,7 @@ def test_a_server_of_another_model_is_refused(seedling, serve, tiny_llama):
 
 
 def test_a_server_with_less_context_or_another_name_is_refused(seedling, serve):
-    with pytest.raises(EngineError, match=r"serves policy: engine.model=other is not among them"):
+    with pytest.raises(EngineError, match=r"serves policy: engine.args.model=other is not among them"):
         connected(seedling, serve(), named="other")
     with pytest.raises(
         EngineError, match=r"reads 32 tokens, and sampling.max_context=64. Start it with --max-model-len"
@@ -363,5 +363,5 @@ def test_a_server_with_less_context_or_another_name_is_refused(seedling, serve):
 
 
 def test_the_key_comes_from_the_environment(seedling, serve, monkeypatch):
-    with pytest.raises(EngineError, match=r"engine.api_key_env=NO_SUCH: there is no such environment variable"):
+    with pytest.raises(EngineError, match=r"engine.args.api_key_env=NO_SUCH: there is no such environment variable"):
         connected(seedling, serve(), key="NO_SUCH")

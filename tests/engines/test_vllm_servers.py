@@ -163,7 +163,7 @@ def test_a_run_goes_on_when_a_server_is_killed_and_the_restarted_one_samples_fro
                 await asyncio.sleep(0.1)
 
     monkeypatch.setattr(HttpEngine, "load", watched)
-    urls = f"engine.urls=[{servers[0].url},{servers[1].url}]"
+    urls = f"engine.args.urls=[{servers[0].url},{servers[1].url}]"
     ran = CliRunner().invoke(
         app, ["train", f"output_dir={tmp_path / 'run'}", f"model.name={folder}", "engine=http", urls, *RUN]
     )

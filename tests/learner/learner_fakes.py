@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from arborl.algorithms.recipe import AlgorithmNeeds
-from arborl.config.algorithm_config import TrustRegionConfig
+from arborl.config.algorithm_config import AlgorithmArgs
 from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Call, Completion, Episode, FinishReason, Forest, Group, Sampling, Task, Terms, TokenTree
 
@@ -39,7 +39,7 @@ def random_groups(seed: int, groups: int = 3, vocabulary: int = 50, longest: int
 class Fake:
     """An algorithm that credits an episode with its reward; losses are `clip`, `sequence`, `value` and `entropy`."""
 
-    trust_region: TrustRegionConfig | None = None
+    trust_region: AlgorithmArgs | None = None
 
     def __init__(self, kind: str = "clip", reference: bool = False, proximal: bool = False):
         self.kind = kind

@@ -62,7 +62,7 @@ def clipped(model, groups, settings: dict, **learning) -> tuple[float, dict[str,
 
 CASES = [
     {"name": "gspo"},
-    {"name": "gspo", "sequence": "call"},
+    {"name": "gspo", "args": {"sequence": "call"}},
     {"name": "gspo", "importance_weights": "tis"},
     {"clip_low": 1e-4, "clip_high": 1e-4},
     {"name": "decoupled_ppo", "clip_low": 1e-4, "clip_high": 1e-4},
@@ -107,7 +107,7 @@ def test_a_policy_that_has_not_moved_pays_no_kl(model, groups, estimator):
         ({"clip_high": NARROW_CLIP / 2}, "proximal"),
         ({"name": "cispo"}, "rollout"),
         ({"name": "sapo"}, "rollout"),
-        ({"name": "sapo", "tau_negative": 50.0}, "proximal"),
+        ({"name": "sapo", "args": {"tau_negative": 50.0}}, "proximal"),
         ({"name": "topr"}, "rollout"),
         ({"importance_weights": "mis"}, "proximal"),
         ({"name": "gspo", "anchor": "rollout"}, "rollout"),

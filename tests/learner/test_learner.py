@@ -100,7 +100,9 @@ def test_a_detached_critic_leaves_the_trunk_to_the_policy(model):
     groups = random_groups(0)
     found = {}
     for detach in (True, False):
-        learner = Learner(model, LearnerConfig(critic_detach=detach), SAMPLING, Fake("value").needs)
+        learner = Learner(
+            model, LearnerConfig(critic="detached" if detach else "shared"), SAMPLING, Fake("value").needs
+        )
         with torch.no_grad():
             learner.critic.head.weight.fill_(0.1)
         found[detach] = gradients(learner, groups, Fake("value"))[1]

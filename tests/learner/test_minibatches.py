@@ -19,9 +19,9 @@ CONFIGS = {
     "episode": {},
     "token": {"aggregation": "token"},
     "call": {"aggregation": "call"},
-    "fixed": {"aggregation": "fixed", "fixed_length": 7},
-    "dpo": {"name": "dpo", "pairs": "all"},
-    "kto": {"name": "kto", "reward_threshold": 0.0},
+    "fixed": {"aggregation": "fixed", "args": {"fixed_length": 7}},
+    "dpo": {"name": "dpo", "args": {"pairs": "all"}},
+    "kto": {"name": "kto", "args": {"reward_threshold": 0.0}},
 }
 
 

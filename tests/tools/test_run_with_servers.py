@@ -33,7 +33,7 @@ def config(folder: Path, tools: list, replies: list[str], **more) -> Path:
     (folder / "rows.json").write_text(json.dumps(rows))
     tree = {
         "data": str(folder / "rows.json"), "agent": {"name": "tool", "args": {"max_tool_rounds": 1}}, "tools": tools,
-        "rewards": ["equal"], "engine": {"name": "scripted", "replies": replies}, "trainer": {"steps": 2},
+        "rewards": ["equal"], "engine": {"name": "scripted", "args": {"replies": replies}}, "trainer": {"steps": 2},
         "rollout": {"tasks_per_step": 1, "group_size": 2}, "evaluation": {"tasks": 0},
         "track": {"tensorboard": False, "gifs": 0}, "output_dir": str(folder / "run"), **more,
     }  # fmt: skip

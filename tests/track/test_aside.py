@@ -138,7 +138,10 @@ def test_one_that_hangs_holds_up_neither_the_steps_nor_the_end(caplog):
             {"trackers": [{"name": "track_parts:Mine", "args": {"pth": "x"}}]},
             "track.trackers.0.args: .*'pth'.*Did you mean 'path'",
         ),
-        ({"wandb": {"project": "p", "mode": "online"}}, "no key of Weights & Biases.* track.wandb.mode=offline"),
+        (
+            {"trackers": [{"name": "wandb", "args": {"project": "p", "mode": "online"}}]},
+            "no key of Weights & Biases.* mode: offline",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_made(settings, says, monkeypatch, tmp_path):
@@ -150,6 +153,6 @@ def test_what_is_wrong_is_said_before_anything_is_made(settings, says, monkeypat
 
 def test_a_missing_package_is_one_sentence_with_what_to_install(monkeypatch):
     monkeypatch.setattr("arborl.track.configured_trackers.find_spec", lambda name: None)
-    for settings, extra in (({"wandb": "p"}, "wandb"), ({"mlflow": "x"}, "mlflow")):
+    for settings, extra in (({"trackers": ["wandb"]}, "wandb"), ({"trackers": ["mlflow"]}, "mlflow")):
         with pytest.raises(ConfigError, match=rf"pip install 'arborl\[{extra}\]'"):
             make_trackers(from_kwargs(track=settings).track, {})

@@ -8,7 +8,6 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from arborl.config.training_config import MlflowConfig
 from arborl.track.mlflow_run import MlflowTracker
 from arborl.track.tracker import RunStart
 from arborl.types import Episode, Message, Task, Turn
@@ -19,7 +18,7 @@ PLAYED = Episode("t#0", Task("t"), turns=[Turn(Message("assistant", "Left"))], r
 
 def follow(uri: str, folder, steps, done: int = 0) -> None:
     """One life of a run."""
-    tracker = MlflowTracker(MlflowConfig(uri=uri, experiment="lakes"))
+    tracker = MlflowTracker(uri, experiment="lakes")
     tracker.begin(RunStart("run-001", folder, CONFIG, done))
     for step in steps:
         tracker.log(

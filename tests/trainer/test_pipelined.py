@@ -240,7 +240,7 @@ def test_learner_and_engine_share_the_threads_while_both_compute():
         (["rollout.max_lag=-1"], "rollout.max_lag"),
         (["rollout.max_lag=1", "deterministic=true"], "the composition of batches depends on time"),
         (["rollout.max_lag=1", "rollout.record=x.jsonl"], "a recording holds whole batches"),
-        (["engine.update=stop"], "engine.update"),
+        (["engine.args.update=stop"], "engine.args.update"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(setting, message):

@@ -176,7 +176,7 @@ def test_a_state_of_another_shape_is_one_sentence(run, text):
 
 
 def test_a_configuration_in_json_is_read_back_equal():
-    config = load(None, ["name=a\\${b}", "env.args.size=3", "rewards=[env]", "track.render_save_dir=x/y"])
+    config = load(None, ["name=a\\${b}", "env.args.size=3", "rewards=[env]", "rollout.record=x/y"])
     assert list(changes(validate(RunConfig, json.loads(json.dumps(to_plain(config)))), config)) == []
 
 

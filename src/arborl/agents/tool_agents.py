@@ -37,16 +37,12 @@ ANSWER_TAGS = ("<answer>", "</answer>")
 class AgentAction:
     """The message to the environment at the end of the rounds."""
 
-    message: Message
-    """As the model wrote it; it stays in the conversation."""
-    action: Message
-    """As the environment receives it."""
-    is_final: bool = False
-    """The episode ends after this action."""
+    message: Message  # as the model wrote it; it stays in the conversation
+    action: Message  # as the environment receives it
+    is_final: bool = False  # the episode ends after this action
 
 
-ProcessResult = AgentAction | list[Message]
-"""An action, or the tool results that answer a message."""
+ProcessResult = AgentAction | list[Message]  # an action, or the tool results that answer a message
 
 
 class ToolLoopAgent(Agent):
@@ -58,8 +54,7 @@ class ToolLoopAgent(Agent):
     """
 
     num_tools = 1
-    specs: tuple[ToolSpec, ...] = ()
-    """Tools that the chat template describes."""
+    specs: tuple[ToolSpec, ...] = ()  # tools that the chat template describes
     context: ContextPolicy | None = None
 
     def __init__(self, max_tool_rounds: int = 8, context: ContextPolicy | None = None):

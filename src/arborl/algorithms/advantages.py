@@ -38,7 +38,7 @@ def over_branches(arrays: RewardArrays, advantage_E: Floats, config: AlgorithmCo
             share_C += [1.0] * len(episode.calls)
             continue
         found = episode.branches
-        parts = episode_advantages.split_shares(max(found, default=0) + 1, config.split, config.split_ratio)
+        parts = episode_advantages.split_shares(max(found, default=0) + 1, config.split, config.options.split_ratio)
         share_C += [float(parts[branch]) for branch in found]
     return np.asarray(advantage_E[arrays.terms.episode] * np.array(share_C)[arrays.terms.call], dtype=np.float64)
 
@@ -76,7 +76,9 @@ def role_of(group: Group) -> str:
 
 def _rae(arrays: RewardArrays, config: AlgorithmConfig, memory: Memory) -> list[Floats]:
     roles = [role_of(group) for group in arrays.groups]
-    found, after = episode_advantages.rae(_rewards(arrays), roles, memory.get("baselines", {}), config.baseline_decay)
+    found, after = episode_advantages.rae(
+        _rewards(arrays), roles, memory.get("baselines", {}), config.options.baseline_decay
+    )
     memory["baselines"] = after
     return found
 
@@ -103,7 +105,9 @@ def _returns(arrays: RewardArrays, gamma: float) -> Floats:
 def _gigpo(arrays: RewardArrays, config: AlgorithmConfig) -> Floats:
     returns = _returns(arrays, config.gamma)
     states = (arrays.episode_N, arrays.state_N)
-    return turn_advantages.gigpo(arrays.reward_E, arrays.group_E, returns, *states, config.std, config.step_weight)
+    return turn_advantages.gigpo(
+        arrays.reward_E, arrays.group_E, returns, *states, config.std, config.options.step_weight
+    )
 
 
 def _step_reinforce(arrays: RewardArrays, config: AlgorithmConfig) -> Floats:
@@ -141,13 +145,13 @@ def _gae(groups: Sequence[Group], terms: Terms, config: AlgorithmConfig, memory:
     arrays = arrays_of(groups, terms, config, memory)
     advantage, target = np.zeros(len(terms)), np.zeros(len(terms))
     for rows in arrays.rows.values():
-        if config.gae_level == "token":
+        if config.options.gae_level == "token":
             starts, step = np.arange(len(rows)), np.arange(len(rows))
         else:
             _, starts, step = np.unique(terms.turn[rows], return_index=True, return_inverse=True)
         rewards = np.bincount(step, arrays.reward_M[rows]).astype(np.float64)
-        ahead = float(np.nan_to_num(terms.after[rows[-1]])) if config.bootstrap else 0.0
-        found = turn_advantages.gae(rewards, terms.value[rows][starts], config.gamma, config.gae_lambda, ahead)
+        ahead = float(np.nan_to_num(terms.after[rows[-1]])) if config.options.bootstrap else 0.0
+        found = turn_advantages.gae(rewards, terms.value[rows][starts], config.gamma, config.options.gae_lambda, ahead)
         advantage[rows], target[rows] = found[0][step], found[1][step]
     return advantage, target
 
@@ -166,7 +170,9 @@ ADVANTAGES: dict[str, Advantage] = {
         lambda arrays, config, memory: episode_advantages.opo(_rewards(arrays), arrays.by_group(arrays.length_E))
     ),
     "maxrl": per_episode(lambda arrays, config, memory: episode_advantages.maxrl(_rewards(arrays))),
-    "gdpo": per_episode(lambda arrays, config, memory: episode_advantages.gdpo(arrays.named, config.reward_weights)),
+    "gdpo": per_episode(
+        lambda arrays, config, memory: episode_advantages.gdpo(arrays.named, config.options.reward_weights)
+    ),
     "gigpo": per_turn(_gigpo),
     "starpo": per_episode(_starpo),
     "step_reinforce": per_turn(_step_reinforce),

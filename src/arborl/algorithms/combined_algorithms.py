@@ -17,7 +17,7 @@ from arborl.algorithms.custom_functions import FindObject
 from arborl.algorithms.recipe import Algorithm, AlgorithmNeeds, Recipe, drop_metrics
 from arborl.algorithms.selection import select
 from arborl.algorithms.token_losses import LossParts, ModelOutputs, TermBatch
-from arborl.config.algorithm_config import AlgorithmConfig, TrustRegionConfig
+from arborl.config.algorithm_config import AlgorithmArgs, AlgorithmConfig
 from arborl.registry import load
 from arborl.types import NOT_SAMPLED, Group, Ints, Metrics, Terms
 
@@ -69,7 +69,7 @@ class PerSourceAlgorithm(Algorithm):
         return any(part.whole for part in self.parts.values())
 
     @property
-    def trust_region(self) -> TrustRegionConfig | None:
+    def trust_region(self) -> AlgorithmArgs | None:
         return self.parts[DEFAULT].trust_region
 
     def source_of(self, group: Group) -> str:
@@ -158,7 +158,7 @@ class WrappedAlgorithm(Algorithm):
         return self.inner.whole
 
     @property
-    def trust_region(self) -> TrustRegionConfig | None:
+    def trust_region(self) -> AlgorithmArgs | None:
         return self.inner.trust_region
 
     def keep(self, groups: Sequence[Group]) -> list[Group]:
@@ -234,7 +234,7 @@ class DemonstrationAlgorithm(WrappedAlgorithm):
         return not self._only_demonstrations and self.inner.whole
 
     @property
-    def trust_region(self) -> TrustRegionConfig | None:
+    def trust_region(self) -> AlgorithmArgs | None:
         return None if self._only_demonstrations else self.inner.trust_region
 
     def keep(self, groups: Sequence[Group]) -> list[Group]:

@@ -196,12 +196,12 @@ def custom_parts(config: AlgorithmConfig, find: FindObject = load) -> tuple[Cust
     them."""
     advantage = loss = None
     if is_custom(config.advantage):
-        advantage = CustomAdvantage("advantage", config.advantage, find(config.advantage, "advantage"), config.args)
+        advantage = CustomAdvantage("advantage", config.advantage, find(config.advantage, "advantage"), config.own_args)
     if is_custom(config.loss):
-        loss = CustomLoss("loss", config.loss, find(config.loss, "loss"), config.args)
+        loss = CustomLoss("loss", config.loss, find(config.loss, "loss"), config.own_args)
     both = [one for one in (advantage, loss) if one is not None]
     settings = [name for one in both for name in one.settings]
-    for key in config.args:
+    for key in config.own_args:
         if key not in settings and not any(one.accepts_any for one in both):
             known_settings = (
                 f"Known settings: {', '.join(settings)}." if settings else "The functions have no settings."

@@ -37,7 +37,7 @@ def anchor(terms: TermBatch, config: AlgorithmConfig) -> Tensor:
 
 
 def _ppo(outputs: ModelOutputs, terms: TermBatch, config: AlgorithmConfig) -> LossParts:
-    clips = (config.clip_low, config.clip_high, config.dual_clip)
+    clips = (config.clip_low, config.clip_high, config.options.dual_clip)
     return token_losses.ppo_clip(outputs.logprob_M, anchor(terms, config), terms.advantage_M, *clips)
 
 
@@ -51,7 +51,7 @@ def _cispo(outputs: ModelOutputs, terms: TermBatch, config: AlgorithmConfig) -> 
 
 
 def _sapo(outputs: ModelOutputs, terms: TermBatch, config: AlgorithmConfig) -> LossParts:
-    taus = (config.tau_positive, config.tau_negative)
+    taus = (config.options.tau_positive, config.options.tau_negative)
     return token_losses.sapo(outputs.logprob_M, anchor(terms, config), terms.advantage_M, *taus)
 
 
@@ -65,7 +65,7 @@ def _policy_gradient(outputs: ModelOutputs, terms: TermBatch, config: AlgorithmC
 
 def _decoupled_ppo(outputs: ModelOutputs, terms: TermBatch, config: AlgorithmConfig) -> LossParts:
     policies = (outputs.logprob_M, known(terms.proximal_M, "proximal"), terms.old_M)
-    clips = (config.clip_low, config.clip_high, config.behaviour_cap)
+    clips = (config.clip_low, config.clip_high, config.options.behaviour_cap)
     return token_losses.decoupled_ppo(*policies, terms.advantage_M, *clips)
 
 
@@ -113,7 +113,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def _sequence_gap(now_M: Tensor, terms: TermBatch, config: AlgorithmConfig) -> Tensor:
-    of = terms.call_M if config.sequence == "call" else terms.episode_M
+    of = terms.call_M if config.options.sequence == "call" else terms.episode_M
     gap_M = token_losses.sequence_mean(now_M - anchor(terms, config), of)
     return torch.stack([gap_M, torch.zeros_like(gap_M)], 1)
 
@@ -154,20 +154,20 @@ def per_episode(rule: Callable[[EpisodeSums, AlgorithmConfig], preference_losses
 
 
 def _dpo(sums: EpisodeSums, config: AlgorithmConfig) -> preference_losses.EpisodeLosses:
-    pair_EE = preference_losses.pairs(sums.score_E, sums.group_E, config.min_gap)
-    return preference_losses.dpo(sums.gain_E, pair_EE, config.beta)
+    pair_EE = preference_losses.pairs(sums.score_E, sums.group_E, config.options.min_gap)
+    return preference_losses.dpo(sums.gain_E, pair_EE, config.options.beta)
 
 
 def _ipo(sums: EpisodeSums, config: AlgorithmConfig) -> preference_losses.EpisodeLosses:
-    pair_EE = preference_losses.pairs(sums.score_E, sums.group_E, config.min_gap)
-    return preference_losses.ipo(sums.gain_E, sums.length_E, pair_EE, config.beta)
+    pair_EE = preference_losses.pairs(sums.score_E, sums.group_E, config.options.min_gap)
+    return preference_losses.ipo(sums.gain_E, sums.length_E, pair_EE, config.options.beta)
 
 
 def _kto(sums: EpisodeSums, config: AlgorithmConfig) -> preference_losses.EpisodeLosses:
     kl_E = preference_losses.group_kl(sums.gain_E, sums.group_E)
     if sums.kl_E is not None:
         kl_E = torch.where(sums.kl_E.isnan(), kl_E, sums.kl_E)
-    return preference_losses.kto(sums.gain_E, sums.score_E > 0, kl_E, config.beta)
+    return preference_losses.kto(sums.gain_E, sums.score_E > 0, kl_E, config.options.beta)
 
 
 PREPARES: dict[str, Prepare] = {

@@ -21,7 +21,7 @@ from arborl.algorithms.reward_arrays import kl_costs, with_overlong_penalty
 from arborl.algorithms.selection import reasons, select
 from arborl.algorithms.statistics import whitened, whitened_by_token
 from arborl.algorithms.token_losses import KL, LossParts, ModelOutputs, TermBatch, adapt_kl_coef, value_loss
-from arborl.config.algorithm_config import AlgorithmConfig, TrustRegionConfig, settings_read_by_loss
+from arborl.config.algorithm_config import AlgorithmArgs, AlgorithmConfig, settings_read_by_loss
 from arborl.registry import load
 from arborl.types import Floats, Group, Metrics, Terms
 
@@ -65,7 +65,7 @@ class Algorithm(Protocol):
         ...
 
     @property
-    def trust_region(self) -> TrustRegionConfig | None:
+    def trust_region(self) -> AlgorithmArgs | None:
         """Settings of TRPO's step, which replaces the optimizer's; None for other algorithms."""
         ...
 
@@ -149,7 +149,7 @@ class Recipe(Algorithm):
             value=credited and (config.advantage == "gae" or (custom is not None and "value" in custom.inputs)),
             entropy=config.entropy_coef > 0 or (custom_loss is not None and "entropy" in custom_loss.inputs),
             greedy=credited and config.advantage == "remax",
-            after=credited and config.advantage == "gae" and config.bootstrap,
+            after=credited and config.advantage == "gae" and config.options.bootstrap,
         )
 
     @property
@@ -157,8 +157,8 @@ class Recipe(Algorithm):
         return self.config.loss in PREPARES
 
     @property
-    def trust_region(self) -> TrustRegionConfig | None:
-        return self.config.trust_region if self.config.loss == "trpo" else None
+    def trust_region(self) -> AlgorithmArgs | None:
+        return self.config.options if self.config.loss == "trpo" else None
 
     def check(self) -> None:
         """Raise ConfigError if a custom advantage or loss fails its check."""
@@ -193,7 +193,7 @@ class Recipe(Algorithm):
         return dataclasses.replace(
             terms,
             advantage=advantage * self._importance_factors(terms),
-            weight=WEIGHTS[config.aggregation](terms, config.fixed_length),
+            weight=WEIGHTS[config.aggregation](terms, config.options.fixed_length),
             target=terms.target if target is None else target,
         )
 
@@ -209,10 +209,10 @@ class Recipe(Algorithm):
         score_E = np.array([episode.reward for episode in episodes], dtype=np.float64)
         weight_E = np.array([episode.weight for episode in episodes], dtype=np.float64)
         if config.loss not in ("dpo", "ipo", "kto"):
-            weight = WEIGHTS[config.aggregation](terms, config.fixed_length)
+            weight = WEIGHTS[config.aggregation](terms, config.options.fixed_length)
             return dataclasses.replace(terms, weight=reweighted(weight, weight_E[terms.episode]))
         if config.loss == "kto":
-            score_E = np.where(score_E >= config.reward_threshold, 1.0, -1.0) * (weight_E > 0)
+            score_E = np.where(score_E >= config.options.reward_threshold, 1.0, -1.0) * (weight_E > 0)
         if self._needs_mismatched and len(terms):
             terms = dataclasses.replace(terms, target=np.full(len(terms), self._kto_kl(terms, weight_E == 0)))
         terms = dataclasses.replace(terms, advantage=score_E[terms.episode])
@@ -233,7 +233,7 @@ class Recipe(Algorithm):
         if config.loss in ("dpo", "ipo"):
             first = np.unique(terms.episode, return_index=True)[1]
             score_E, group_E = torch.from_numpy(terms.advantage[first]), torch.from_numpy(terms.tree[first])
-            return float(preference_losses.pairs(score_E, group_E, config.min_gap).sum())
+            return float(preference_losses.pairs(score_E, group_E, config.options.min_gap).sum())
         if config.loss == "kto":
             return float(len(np.unique(terms.episode[terms.advantage != 0])))
         return COUNTS[config.aggregation](terms)
@@ -242,7 +242,7 @@ class Recipe(Algorithm):
         """The factor of each term's advantage for tokens that another policy or engine sampled."""
         config, factor = self.config, np.ones(len(terms))
         if config.importance_weights.kind != "none" and len(terms):
-            of = terms.call if config.sequence == "call" else terms.episode
+            of = terms.call if config.options.sequence == "call" else terms.episode
             ratio = ratios(
                 terms.proximal - terms.logprob, of if config.importance_weights.level == "sequence" else None
             )
@@ -281,8 +281,8 @@ class Recipe(Algorithm):
             loss_M = loss_M - config.entropy_coef * outputs.entropy_M
         if self.needs.value:
             before_M, target_M = known(terms.value_M, "value"), known(terms.target_M, "target")
-            value_M = value_loss(known(outputs.value_M, "value"), before_M, target_M, config.value.clip)
-            loss_M, logged["policy/value_loss"] = loss_M + config.value.coef * value_M, value_M.detach()
+            value_M = value_loss(known(outputs.value_M, "value"), before_M, target_M, config.options.value_clip)
+            loss_M, logged["policy/value_loss"] = loss_M + config.options.value_coef * value_M, value_M.detach()
         return loss_M, logged
 
     def metrics(self) -> Metrics:

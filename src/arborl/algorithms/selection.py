@@ -67,7 +67,7 @@ def _episode_drop_reason(episode: Episode, config: AlgorithmConfig) -> str:
         return "reward_not_finite"
     if config.overlong.filter and is_overlong(episode):
         return "overlong"
-    if config.loss == "sft" and episode.reward < config.reward_threshold:
+    if config.loss == "sft" and episode.reward < config.options.reward_threshold:
         return "below_threshold"
     return ""
 
@@ -96,7 +96,7 @@ def _pairs(episodes: Sequence[Episode], config: AlgorithmConfig) -> torch.Tensor
     score = torch.tensor([e.reward for e in episodes], dtype=torch.float64)
     sampled = torch.tensor([e.sampled > 0 for e in episodes])
     same = torch.zeros(len(episodes), dtype=torch.int64)
-    return preference_losses.pairs(score, same, config.min_gap) & sampled[:, None] & sampled[None, :]
+    return preference_losses.pairs(score, same, config.options.min_gap) & sampled[:, None] & sampled[None, :]
 
 
 def _keep_pairs(group: Group, config: AlgorithmConfig, dropped: Counter[str]) -> Group:
@@ -104,7 +104,7 @@ def _keep_pairs(group: Group, config: AlgorithmConfig, dropped: Counter[str]) ->
     survivors = group.valid_episodes
     scored = with_overlong_penalty(Group(group.task, survivors), config.overlong).episodes
     found = _pairs(scored, config)
-    if config.pairs == "best_worst":
+    if config.options.pairs == "best_worst":
         places = [i for i, episode in enumerate(scored) if episode.sampled]
         chosen = [max(places, key=lambda i: scored[i].reward), min(places, key=lambda i: scored[i].reward)]
         kept = [survivors[i] for i in sorted(chosen)]

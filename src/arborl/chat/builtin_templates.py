@@ -75,8 +75,7 @@ def template_source(setting: str, tokenizer: FileTokenizer) -> str:
 
 # ------------------------------------------------------------------------------------------------ tools
 
-PROBE_NAME = "arbor_probe"
-"""Text that is searched in a render; no template writes it by itself."""
+PROBE_NAME = "arbor_probe"  # text that is searched in a render; no template writes it by itself
 PROBE_TOOL = ToolSpec(PROBE_NAME, "Probe.", {"type": "object", "properties": {"x": {"type": "string"}}})
 PROBE_USER = Message("user", "Hello.")
 PROBE_CALL = Message("assistant", tool_calls=(ToolCall("call00000", PROBE_NAME, {"x": "1"}),))
@@ -129,10 +128,8 @@ class TemplateSupport:
 
     tools: bool
     system: bool
-    calls: bool
-    """Tool calls of messages written by hand."""
-    results: bool
-    """Messages of role `tool`."""
+    calls: bool  # tool calls of messages written by hand
+    results: bool  # messages of role `tool`
 
 
 def template_support(template: Template) -> TemplateSupport:

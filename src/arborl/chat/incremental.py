@@ -38,8 +38,7 @@ from arborl.types import Message, ToolSpec
 if TYPE_CHECKING:
     from arborl.chat.renderer import Renderer
 
-MAX_CONVERSATIONS = 8
-"""Conversations kept per episode, for agents that alternate between several."""
+MAX_CONVERSATIONS = 8  # conversations kept per episode, for agents that alternate between several
 MAX_FIRST_PROMPTS, MAX_FIRST_CHARS = 1024, 65_536
 """First prompts kept per renderer, and their maximum length in characters."""
 NOT_READ = object()
@@ -55,12 +54,9 @@ class LoopIteration:
 
     item: Any
     text: Rendered = EMPTY
-    next_item: Any = NOT_READ
-    """The next item, if it was read."""
-    last_read: int = -1
-    """The last message that was read, by index."""
-    read: list[tuple[int, str, Any]] = field(default_factory=list)
-    """Values read from namespaces: (number, name, value)."""
+    next_item: Any = NOT_READ  # the next item, if it was read
+    last_read: int = -1  # the last message that was read, by index
+    read: list[tuple[int, str, Any]] = field(default_factory=list)  # values read from namespaces: (number, name, value)
     written: list[tuple[int, str, Any]] = field(default_factory=list)
 
 
@@ -69,13 +65,11 @@ class LoopRecord:
     """The iterations of one loop and the outer variables that they see."""
 
     names: Mapping[str, Any] = field(default_factory=dict)
-    before: Rendered = EMPTY
-    """Text in front of the loop."""
+    before: Rendered = EMPTY  # text in front of the loop
     iterations: list[LoopIteration] = field(default_factory=list)
 
 
-LoopRecords = dict[int, LoopRecord]
-"""The loops of a render by number."""
+LoopRecords = dict[int, LoopRecord]  # the loops of a render by number
 
 
 class TemplateRender:
@@ -101,8 +95,7 @@ class TemplateRender:
         self.earlier, self.common = earlier, common
         self.records: LoopRecords = {}
         self.namespaces: list[TracedNamespace] = []
-        self.iteration: LoopIteration | None = None
-        """The iteration in progress."""
+        self.iteration: LoopIteration | None = None  # the iteration in progress
         self._written: list[str] = []
         self._parts: list[Rendered] = []
 
@@ -232,8 +225,7 @@ class RenderedConversation:
     messages: tuple[Message, ...] = ()
     calls: tuple[str, ...] | None = None
     """Tool calls of each message as text, because they are mutable; None if no message has calls written by hand."""
-    shown: Sequence[dict[str, Any]] = ()
-    """The messages in the form of templates."""
+    shown: Sequence[dict[str, Any]] = ()  # the messages in the form of templates
     records: LoopRecords = field(default_factory=dict)
 
     def common(self, template: jinja2.Template, messages: tuple[Message, ...], calls: tuple[str, ...] | None) -> int:
@@ -262,8 +254,7 @@ class IncrementalRenderer:
 
     def __init__(self, renderer: Renderer):
         self.renderer = renderer
-        self._conversations: list[RenderedConversation] = []
-        """The latest last."""
+        self._conversations: list[RenderedConversation] = []  # the latest last
         self._untraceable: set[jinja2.Template] = set()
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> TextParts:

@@ -42,16 +42,13 @@ class Renderer:
     tokenizer: Tokenizer
     template: Template
     parser: ToolCallParser
-    stop: tuple[int, ...]
-    """Ids that end a completion, for `Sampling.stop`."""
-    support: TemplateSupport | None = None
-    """What the template showed before it got a tool section; None if unknown."""
+    stop: tuple[int, ...]  # ids that end a completion, for `Sampling.stop`
+    support: TemplateSupport | None = None  # what the template showed before it got a tool section; None if unknown
     escaper: MessageEscaper = field(init=False, repr=False, compare=False)
     template_only: frozenset[int] = field(init=False, repr=False, compare=False)
     """Ids of control tokens that replies must not contain."""
     first_prompts: FirstPromptCache = field(init=False, repr=False, compare=False)
-    anchor: str = field(init=False, repr=False, compare=False)
-    """Text of the first stop token."""
+    anchor: str = field(init=False, repr=False, compare=False)  # text of the first stop token
 
     def __post_init__(self) -> None:
         known, source = self.tokenizer, "\n".join(self.template.sources)

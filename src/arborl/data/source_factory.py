@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from arborl.config.data_config import DataConfig, DemonstrationsConfig, RowsConfig, SourceConfig
+from arborl.config.data_config import DataConfig, DemonstrationsConfig, RowsConfig
 from arborl.config.part_config import PartConfig as RowsPart
 from arborl.config.run_config import RunConfig
 from arborl.data.mixing.mixture import Mixture, SuccessBand
@@ -115,7 +115,7 @@ def _each(
     return pools
 
 
-def _absent(source: SourceConfig) -> bool:
+def _absent(source: DataConfig) -> bool:
     """Whether a file is missing or empty, rather than invalid."""
     return bool(source.files) and any(not file.exists() or file.stat().st_size < 16 for file in source.files)
 
@@ -129,7 +129,7 @@ def _open(
     offline: OfflineRows | None = None,
 ) -> TaskPool:
     reader, filters = _reading(name, config, length, offline)
-    if isinstance(config, SourceConfig) and not config.has_rows:
+    if isinstance(config, DataConfig) and not config.has_rows:
         assert config.env is not None
         return EnvPool(name, config.env.name, seed)
     if config.rows is not None and config.endless:
@@ -337,7 +337,7 @@ def with_demonstrations(
     settings = config.demonstrations
     if not settings.enabled:
         return source
-    read = RowsConfig(path=settings.path, rows=settings.rows, overlong=settings.overlong)
+    read = RowsConfig(path=settings.path, rows=settings.rows, overlong=config.data.overlong)
     return WithDemonstrations(source, open_offline(read, DEMONSTRATIONS, config.seed, rows, objects), settings)
 
 

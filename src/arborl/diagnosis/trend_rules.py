@@ -348,7 +348,7 @@ TREND_RULES = (
     ),
     TrendRule(
         "engine_stale", engine_stale, "the server's weights are not the learner's",
-        "Check that every server of engine.urls loaded the last update, and has the same model and precision.", "fail",
+        "Check that every server of engine.args.urls loaded the last update and has the same precision.", "fail",
     ),
     TrendRule(
         "stale_dropped", stale_dropped, "many episodes are too stale to train on",

@@ -10,7 +10,7 @@ from typing import Any
 
 from arborl.agents.agent_interface import Agent, as_agent, is_async
 from arborl.agents.context.managed_conversation import ContextPolicy
-from arborl.config.data_config import SourceConfig
+from arborl.config.data_config import DataConfig
 from arborl.config.run_config import AgentPartConfig, ContextConfig, EnvConfig, RewardConfig, RunConfig, ToolConfig
 from arborl.envs.env import Env
 from arborl.envs.prompt_wrapper import PromptLimits
@@ -94,11 +94,17 @@ def agent_factory(make: PartFactory, where: str) -> Callable[[], Agent]:
 
 
 def source_overrides(
-    sources: Mapping[str, SourceConfig],
+    sources: Mapping[str, DataConfig],
 ) -> tuple[Callable[[Task, Sampling], Sampling], Callable[[Task, EpisodeLimits], EpisodeLimits]]:
     """Functions that apply the sampling parameters and limits of a task's source to those of the run."""
-    sampling_of = {name: source.sampling.model_dump(exclude_none=True) for name, source in sources.items()}
-    limits_of = {name: source.limits.model_dump(exclude_none=True) for name, source in sources.items()}
+    sampling_of = {
+        name: {key: value for key, value in source.sampling.items() if key != "max_context"}
+        for name, source in sources.items()
+    }
+    limits_of = {
+        name: source.rollout | {key: value for key, value in source.sampling.items() if key == "max_context"}
+        for name, source in sources.items()
+    }
 
     def sampling(task: Task, run: Sampling) -> Sampling:
         overrides = sampling_of.get(task.source)
@@ -149,7 +155,7 @@ def parts_by_source(config: RunConfig) -> dict[str, SourceParts]:
             tools,
             source.rewards or config.rewards,
             tool_args,
-            PromptLimits(source.limits.max_turns or max_turns, source.sampling.max_tokens or max_tokens),
+            PromptLimits(source.rollout.get("max_turns", max_turns), source.sampling.get("max_tokens", max_tokens)),
             context_policy(source.context or config.context),
         )
     return parts
@@ -157,5 +163,4 @@ def parts_by_source(config: RunConfig) -> dict[str, SourceParts]:
 
 def context_policy(config: ContextConfig) -> ContextPolicy | None:
     """The context policy of a configuration; None for `policy: none`."""
-    settings = config.model_dump()
-    return None if config.policy == "none" else ContextPolicy(settings.pop("policy"), **settings)
+    return None if config.policy == "none" else ContextPolicy(config.policy, **config.args)

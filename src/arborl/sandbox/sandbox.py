@@ -28,8 +28,7 @@ class ActiveLevel:
     restrictions: tuple[str, ...]
     """`seccomp`: filtered system calls. `cgroup`: the kernel limits the memory of all processes together. At the level
     `rlimits` also `landlock`: restricted files; and `user`: root's code runs as another user."""
-    unavailable: dict[str, str]
-    """Better level -> why it does not work."""
+    unavailable: dict[str, str]  # better level -> why it does not work
 
     @property
     def is_isolated(self) -> bool:

@@ -21,8 +21,7 @@ from arborl.sandbox.sandbox_process import Level, SandboxError
 from arborl.sandbox.sandbox_protocol import SandboxLimits, SandboxResult
 
 T = TypeVar("T")
-POOLS: weakref.WeakSet[SandboxPool] = weakref.WeakSet()
-"""All pools of this process."""
+POOLS: weakref.WeakSet[SandboxPool] = weakref.WeakSet()  # all pools of this process
 
 
 class SandboxPool:
@@ -55,8 +54,7 @@ class SandboxPool:
             raise ValueError(f"size={size}, busy={busy}, spare={spare}: give at least 1, 1 and 0")
         self.limits, self.level, self.packages = limits or SandboxLimits(), level, packages
         self.size, self.busy, self.spare = size, busy, min(spare, size)
-        self.started = 0
-        """Number of started sandboxes."""
+        self.started = 0  # number of started sandboxes
         self._leases, self._runs = FairSemaphore(size), FairSemaphore(busy)
         self._ready: deque[Sandbox] = deque()
         self._lock = threading.Lock()

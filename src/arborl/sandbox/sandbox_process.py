@@ -54,8 +54,7 @@ GUEST_HOME = "/box"
 MB = 2**20
 TICK = 0.05
 START_SECONDS = 20.0
-OUT_OF_MEMORY = 250
-"""Exit code of `guest_supervisor.py` after an out-of-memory kill in its cgroup."""
+OUT_OF_MEMORY = 250  # exit code of `guest_supervisor.py` after an out-of-memory kill in its cgroup
 
 
 class SandboxError(ArborError):

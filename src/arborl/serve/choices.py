@@ -17,8 +17,7 @@ from arborl.chat.renderer import Renderer
 from arborl.serve.model_backend import ModelBackend, RequestError, ServiceUnavailable, TokenStream, TopLogprobs
 from arborl.types import FinishReason, Message, ToolCall, ToolSpec
 
-REPLACEMENT_CHARACTER = "\ufffd"
-"""Decoders write it for bytes that are not a complete character."""
+REPLACEMENT_CHARACTER = "\ufffd"  # decoders write it for bytes that are not a complete character
 ID_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 
 
@@ -66,8 +65,7 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str]):
         self.stops = tuple(stops)
-        self.held = ""
-        """Text that is held back; after a match, the stop text and everything behind it."""
+        self.held = ""  # text that is held back; after a match, the stop text and everything behind it
         self.found: str | None = None
 
     def add(self, text: str) -> str:
@@ -118,14 +116,10 @@ class ChoiceDelta:
 class ChoiceOptions:
     """How a completion is turned into text and tool calls."""
 
-    stops: tuple[str, ...] = ()
-    """Texts that end the completion and are not part of it."""
-    parser: ToolCallParser | None = None
-    """Parser of tool calls; None without tools."""
-    prefix: str = ""
-    """First text of the answer, which was part of the prompt."""
-    single_call: bool = False
-    """Keep only the first tool call."""
+    stops: tuple[str, ...] = ()  # texts that end the completion and are not part of it
+    parser: ToolCallParser | None = None  # parser of tool calls; None without tools
+    prefix: str = ""  # first text of the answer, which was part of the prompt
+    single_call: bool = False  # keep only the first tool call
 
 
 class ChoiceStream:
@@ -140,10 +134,8 @@ class ChoiceStream:
 
     def __init__(self, index: int, stream: TokenStream, backend: ModelBackend, options: ChoiceOptions):
         self.index, self.stream, self.backend, self.options = index, stream, backend, options
-        self.ids: list[int] = []
-        """All sampled token ids."""
-        self.text = ""
-        """All text returned so far."""
+        self.ids: list[int] = []  # all sampled token ids
+        self.text = ""  # all text returned so far
         self.tool_calls: tuple[ToolCall, ...] = ()
         self.finish_reason = ""
         self.version = backend.version

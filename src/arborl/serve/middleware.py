@@ -30,12 +30,9 @@ from arborl.tools.remote.tool_protocol import encode_api_key, replace_surrogates
 
 log = logging.getLogger(__name__)
 
-NO_KEY = "anyone"
-"""Key name of requests to a server without keys."""
-PUBLIC_PATHS = ("/health", "/live", "/ready")
-"""Paths that need no key."""
-REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
-"""Request ids that are accepted from clients."""
+NO_KEY = "anyone"  # key name of requests to a server without keys
+PUBLIC_PATHS = ("/health", "/live", "/ready")  # paths that need no key
+REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")  # request ids that are accepted from clients
 RATE_CHECK_SECONDS = 1.0
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 

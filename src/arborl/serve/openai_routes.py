@@ -117,8 +117,7 @@ class CompletionWriter(ABC):
     def __init__(self, body: CompletionOptions, backend: ModelBackend, choices: Sequence[ChoiceStream]):
         self.body, self.backend, self.choices = body, backend, choices
         self.header = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": backend.name}
-        self._started: set[int] = set()
-        """Choices whose first chunk was sent."""
+        self._started: set[int] = set()  # choices whose first chunk was sent
 
     @abstractmethod
     def choice_object(self, choice: ChoiceStream, tokens: Sequence[SampledToken]) -> Object:
@@ -218,8 +217,7 @@ class TextCompletionWriter(CompletionWriter):
 
     def __init__(self, body: CompletionRequest, backend: ModelBackend, choices: Sequence[ChoiceStream]):
         super().__init__(body, backend, choices)
-        self._offsets: dict[int, int] = {}
-        """Characters of each choice whose log-probabilities were written."""
+        self._offsets: dict[int, int] = {}  # characters of each choice whose log-probabilities were written
 
     def choice_object(self, choice: ChoiceStream, tokens: Sequence[SampledToken]) -> Object:
         return self._object(choice, self._echo(choice) + choice.text, tokens, choice.finish_reason)

@@ -166,8 +166,7 @@ class ToolSelection:
     """Tools of a request."""
 
     specs: tuple[ToolSpec, ...] = ()
-    prefix: str = ""
-    """First text of an answer that must call a tool."""
+    prefix: str = ""  # first text of an answer that must call a tool
 
 
 def remove_surrogates(value: Any) -> Any:

@@ -25,8 +25,7 @@ from arborl.training_run.run_folder import locate_model
 
 log = logging.getLogger(__name__)
 
-MAX_CONTEXT = 4096
-"""Default context of a model without a run."""
+MAX_CONTEXT = 4096  # default context of a model without a run
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,7 @@ from arborl.serve.model_backend import RequestError, ServiceUnavailable
 from arborl.spans import span
 from arborl.types import Call, Episode, Message, Sampling, StopReason, Task, ToolSpec
 
-USER_SECONDS = 7 * 24 * 3600.0
-"""Time limit of a user's reply; idle sessions are closed earlier."""
+USER_SECONDS = 7 * 24 * 3600.0  # time limit of a user's reply; idle sessions are closed earlier
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +33,7 @@ class SessionReply:
     """The agent's answer to one message."""
 
     content: str
-    steps: tuple[Message, ...] = ()
-    """Tool calls and tool results before the answer."""
+    steps: tuple[Message, ...] = ()  # tool calls and tool results before the answer
     stop_reason: str | None = None
     """Why the agent's run ended, such as a full context; the next message starts a new run. None if it goes on."""
     prompt_tokens: int = 0
@@ -121,8 +119,7 @@ class ServedAgents:
     cast: EpisodeFactories
     sampling: Sampling
     limits: EpisodeLimits
-    names: tuple[str, ...]
-    """Agent names; the first is the run's default."""
+    names: tuple[str, ...]  # agent names; the first is the run's default
 
 
 class AgentSession:
@@ -155,8 +152,7 @@ class AgentSession:
         self.sampling = agents.sampling if temperature is None else replace(agents.sampling, temperature=temperature)
         self.id = uuid.uuid4().hex
         self.last_used = time.monotonic()
-        self.episodes: list[Episode] = []
-        """One for each run of the agent."""
+        self.episodes: list[Episode] = []  # one for each run of the agent
         self.is_busy = False
         self._user: UserEnv | None = None
         self._run: asyncio.Task[None] | None = None
@@ -266,12 +262,10 @@ class SessionStore:
 
     agents: ServedAgents
     max_sessions: int = 256
-    idle_seconds: float = 3600.0
-    """Unused sessions are closed after this time."""
+    idle_seconds: float = 3600.0  # unused sessions are closed after this time
     num_keys: int = 1
     """API keys that share the sessions. Each has an equal share, so that no key can exhaust those of another."""
-    _open: dict[tuple[str, str], AgentSession] = field(default_factory=dict)
-    """By key name and session id."""
+    _open: dict[tuple[str, str], AgentSession] = field(default_factory=dict)  # by key name and session id
 
     def __len__(self) -> int:
         return len(self._open)

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from arborl.config.tool_config import ToolConfig
 from arborl.errors import ConfigError, UnknownPartError
@@ -45,8 +45,7 @@ class ToolLoader:
         self.limits: list[RateLimit] = []
         self.clients: list[ToolClient] = []
         self.mcp_clients: list[McpClient] = []
-        self.loaded: dict[str, tuple[ToolConfig, list[AnyTool]]] = {}
-        """`repr` of an entry -> the entry and its tools."""
+        self.loaded: dict[str, tuple[ToolConfig, list[AnyTool]]] = {}  # `repr` of an entry -> the entry and its tools
 
     def load(self, entry: ToolConfig, where: str, args_where: str | None = None) -> list[AnyTool]:
         """The tools of one entry.
@@ -135,10 +134,11 @@ class ToolLoader:
         config = entry.limit
         if config is None:
             return None
-        server = (config.server or entry.server) if config.scope == "cluster" else None
+        server = entry.server if config.server == "auto" else config.server
+        scope: Literal["host", "cluster"] = "host" if config.server is None else "cluster"
         api_key = key if server == entry.server else None
         name = config.name or f"tools of {entry.origin}"
-        limit = RateLimit(config.per_minute, config.burst, name, config.scope, server, api_key)
+        limit = RateLimit(config.per_minute, config.burst, name, scope, server, api_key)
         if self.connect:
             limit.check()
             self.limits.append(limit)

@@ -15,11 +15,11 @@ from arborl.config.part_config import PartConfig
 from arborl.config.training_config import TrackConfig
 from arborl.errors import ConfigError, did_you_mean
 from arborl.registry import Registry, short_name, unique_name
-from arborl.track.mlflow_run import MlflowTracker
 from arborl.track.tracker import Tracker
-from arborl.track.wandb_run import WandbTracker, mode_of
 
-TRACKERS = Registry("tracker", {})
+TRACKERS = Registry(
+    "tracker", {"wandb": "arborl.track.wandb_run:WandbTracker", "mlflow": "arborl.track.mlflow_run:MlflowTracker"}
+)
 Makers = dict[str, Callable[[], Tracker]]
 
 
@@ -30,21 +30,19 @@ def make_trackers(config: TrackConfig, objects: Mapping[str, Any]) -> Makers:
         objects: trackers passed from Python, by their names in the configuration.
     """
     makers: Makers = {}
-    if config.wandb.project is not None:
-        _require("wandb", "track.wandb", "wandb")
-        if mode_of(config.wandb) == "online":
-            _require_login()
-        makers["wandb"] = partial(WandbTracker, config.wandb)
-    if config.mlflow.uri is not None:
-        _require("mlflow", "track.mlflow", "mlflow")
-        makers["mlflow"] = partial(MlflowTracker, config.mlflow)
     for number, part in enumerate(config.trackers):
         where = f"track.trackers.{number}"
-        makers[unique_name(short_name(part.name), makers)] = _custom_tracker(part, objects, where)
+        makers[unique_name(short_name(part.name), makers)] = _tracker(part, objects, where)
+        if part.name in ("wandb", "mlflow") and find_spec(part.name) is None:
+            raise ConfigError(
+                f"{where}={part.name} needs a package that is not installed. Write pip install 'arborl[{part.name}]'."
+            )
+        if part.name == "wandb" and (part.args.get("mode") or os.environ.get("WANDB_MODE", "online")) == "online":
+            _require_login(where)
     return makers
 
 
-def _custom_tracker(part: PartConfig, objects: Mapping[str, Any], where: str) -> Callable[[], Tracker]:
+def _tracker(part: PartConfig, objects: Mapping[str, Any], where: str) -> Callable[[], Tracker]:
     found = objects[part.name] if part.name in objects else TRACKERS[part.name]
     if not callable(getattr(found, "log", None)) or not callable(getattr(found, "close", None)):
         raise ConfigError(
@@ -64,12 +62,7 @@ def _custom_tracker(part: PartConfig, objects: Mapping[str, Any], where: str) ->
     return partial(make, **part.args)
 
 
-def _require(module: str, where: str, extra: str) -> None:
-    if find_spec(module) is None:
-        raise ConfigError(f"{where} needs a package that is not installed. Write pip install 'arborl[{extra}]'.")
-
-
-def _require_login() -> None:
+def _require_login(where: str) -> None:
     """Without a key, wandb would prompt at the keyboard or end the process."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return
@@ -78,6 +71,6 @@ def _require_login() -> None:
         if any((server or "wandb") in host for host in netrc.netrc(os.environ.get("NETRC")).hosts):
             return
     raise ConfigError(
-        "track.wandb: there is no key of Weights & Biases. Run `wandb login` or set WANDB_API_KEY, or write "
-        "track.wandb.mode=offline."
+        f"{where}=wandb: there is no key of Weights & Biases. Run `wandb login` or set WANDB_API_KEY, or write "
+        "{name: wandb, args: {mode: offline}}."
     )

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from arborl.config.training_config import MlflowConfig
 from arborl.track.tracker import EPISODE_COLUMNS, RunStart, episode_rows, load_run_id, store_run_id
 from arborl.types import Episode, Metrics
 
@@ -24,10 +23,16 @@ STATES = {"finished": "FINISHED", "stopped": "KILLED"}
 
 
 class MlflowTracker:
-    """Uses MLflow's client, which has no global state."""
+    """MLflow, by its client, which has no global state.
 
-    def __init__(self, config: MlflowConfig):
-        self.config = config
+    Args:
+        uri: tracking server, database or folder: `http://…`, `sqlite:///mlflow.db`, `mlruns`.
+        experiment: created if it does not exist.
+        name: name of the run. Default: that of its folder.
+    """
+
+    def __init__(self, uri: str = "mlruns", experiment: str = "arborl", name: str | None = None):
+        self.uri, self.experiment, self.name = uri, experiment, name
         self.client: Any = None
         self.run = ""
         self.state = "failed"
@@ -36,18 +41,17 @@ class MlflowTracker:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        uri = self.config.uri or ""
-        if "://" not in uri or uri.startswith("file:"):  # MLflow requires this for a folder
+        if "://" not in self.uri or self.uri.startswith("file:"):  # MLflow requires this for a folder
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        self.client = MlflowClient(uri)
+        self.client = MlflowClient(self.uri)
         before = load_run_id(run.folder, NAME)
         if before is not None:
             self.run = before
             self.client.update_run(self.run, status="RUNNING")
             return
-        found = self.client.get_experiment_by_name(self.config.experiment)
-        experiment = found.experiment_id if found else self.client.create_experiment(self.config.experiment)
-        self.run = self.client.create_run(experiment, run_name=self.config.name or run.name).info.run_id
+        found = self.client.get_experiment_by_name(self.experiment)
+        experiment = found.experiment_id if found else self.client.create_experiment(self.experiment)
+        self.run = self.client.create_run(experiment, run_name=self.name or run.name).info.run_id
         store_run_id(run.folder, NAME, self.run)
         parameters = [Param(_name(key), str(value)[:LONGEST]) for key, value in _flat(run.config)]
         for place in range(0, len(parameters), AT_ONCE):

@@ -8,9 +8,8 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from arborl.config.training_config import WandbConfig
 from arborl.track.jsonl import read_metrics
 from arborl.track.tracker import EPISODE_COLUMNS, RunStart, episode_rows, load_run_id, store_run_id
 from arborl.types import Episode, Metrics
@@ -18,18 +17,31 @@ from arborl.types import Episode, Metrics
 NAME = "wandb"
 
 
-def mode_of(config: WandbConfig) -> Any:
-    return config.mode or os.environ.get("WANDB_MODE") or "online"
-
-
 class WandbTracker:
-    """Its run id is stored in the run folder, so that a resumed run continues the same wandb run.
+    """Weights & Biases. Its run id is stored in the run folder, so that a resumed run continues the same wandb run.
 
     Steps that a killed run sent after its last checkpoint cannot be removed there.
+
+    Args:
+        project: the project.
+        name: name of the run. Default: that of its folder.
+        entity: user or team. Default: your own.
+        dir: folder of its files. Default: the run folder.
+        mode: `offline` stores data for `wandb sync FOLDER`. Default: `WANDB_MODE`, else `online`.
     """
 
-    def __init__(self, config: WandbConfig):
-        self.config = config
+    def __init__(
+        self,
+        project: str = "arborl",
+        name: str | None = None,
+        entity: str | None = None,
+        dir: str | Path | None = None,
+        mode: Literal["online", "offline"] | None = None,
+    ):
+        if mode not in (None, "online", "offline"):
+            raise ValueError(f"mode={mode!r}: must be online or offline")
+        self.project, self.name, self.entity, self.dir = project, name, entity, dir
+        self.mode: Any = mode or os.environ.get("WANDB_MODE") or "online"
         self.run: Any = None
         self.state = "failed"
         self.num_images = Counter[tuple[str, int]]()
@@ -41,19 +53,16 @@ class WandbTracker:
         before = load_run_id(run.folder, NAME)
         run_id = before or secrets.token_hex(4)
         store_run_id(run.folder, NAME, run_id)
-        folder = self.config.dir or run.folder
+        folder = Path(self.dir or run.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        mode = mode_of(self.config)
         self.run = wandb.init(
-            project=self.config.project,
-            entity=self.config.entity,
-            name=self.config.name or run.name,
+            project=self.project,
+            entity=self.entity,
+            name=self.name or run.name,
             id=run_id,
-            resume="allow"
-            if mode == "online" and before
-            else None,  # offline, `wandb sync` puts both halves together by the id
+            resume="allow" if self.mode == "online" and before else None,  # offline, `wandb sync` joins both by the id
             dir=str(folder),
-            mode=mode,
+            mode=self.mode,
             config=dict(run.config),
             settings=wandb.Settings(console="off", silent=True),
         )

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import NormalDist, fmean, stdev
 from typing import Protocol
 
-from arborl.config.rollout_config import ValEnvsConfig
 from arborl.config.run_config import EvaluationConfig
 from arborl.data.mixing.mixture import Mixture
 from arborl.data.task_source import TaskSource
@@ -57,7 +56,7 @@ class Evaluator:
     Args:
         source: held-out tasks.
         rollout, rewards: run and score the episodes.
-        tags: environments and number of tasks of each, if the run has several.
+        counts: number of tasks by source, instead of `evaluation.tasks`.
     """
 
     def __init__(
@@ -67,10 +66,10 @@ class Evaluator:
         rewards: Rewards,
         config: EvaluationConfig,
         seed: int,
-        tags: ValEnvsConfig | None = None,
+        counts: Mapping[str, int] | None = None,
     ):
         self.source, self.rollout, self.rewards = source, rollout, rewards
-        self.config, self.seed, self.tags = config, seed, tags or ValEnvsConfig()
+        self.config, self.seed, self.counts = config, seed, counts
 
     async def measure(self) -> EvaluationResult:
         """`success` and `reward` with sampling, `greedy_success` and `greedy_reward`; means over tasks.
@@ -87,20 +86,18 @@ class Evaluator:
 
     async def play(self, temperature: float) -> list[Group]:
         """The scored episodes of all held-out tasks."""
-        overrides = {name: getattr(self.config, name) for name in ("top_k", "top_p", "min_p", "max_tokens")}
-        sampling = {"temperature": temperature} | {n: value for n, value in overrides.items() if value is not None}
+        sampling = self.config.sampling | {"temperature": temperature}
         with span("arborl.evaluation", arborl__temperature=temperature):
             seed = derive(self.seed, "evaluation")
-            groups = await self.rollout.collect(self.tasks(), seed, self.tags.group_size, sampling)
+            groups = await self.rollout.collect(self.tasks(), seed, self.config.group_size, sampling)
             await self.rewards.score(groups)
         end_open_spans()
         return groups
 
     def tasks(self) -> list[Task]:
-        if not self.tags.tags or not isinstance(self.source, Mixture):
+        if not self.counts or not isinstance(self.source, Mixture):
             return self.source.evaluation(self.config.tasks)
-        counts = self.tags.counts or dict.fromkeys(self.tags.tags, -(-self.config.tasks // len(self.tags.tags)))
-        return [task for tag, count in counts.items() for task in self.source.pools[tag].evaluation(count)]
+        return [task for name, count in self.counts.items() for task in self.source.pools[name].evaluation(count)]
 
 
 def evaluation_metrics(groups: list[Group]) -> Metrics:

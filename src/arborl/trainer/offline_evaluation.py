@@ -70,11 +70,13 @@ def preference_metrics(groups: Sequence[Group], terms: Terms, config: AlgorithmC
     point.
     """
     episodes = [episode for group in groups for episode in group.valid_episodes]
-    reward_E = config.beta * np.bincount(terms.episode, terms.proximal - terms.reference, minlength=len(episodes))
-    chosen_E = np.array([episode.reward >= config.reward_threshold for episode in episodes])
+    reward_E = config.options.beta * np.bincount(
+        terms.episode, terms.proximal - terms.reference, minlength=len(episodes)
+    )
+    chosen_E = np.array([episode.reward >= config.options.reward_threshold for episode in episodes])
     if config.loss == "kto":
         counts_E = np.array([episode.weight > 0 for episode in episodes])
-        reference_point = config.beta * float(terms.target[0])
+        reference_point = config.options.beta * float(terms.target[0])
         margin_E = (reward_E - reference_point) * np.where(chosen_E, 1.0, -1.0)
         metrics = {"accuracy": share_positive(margin_E[counts_E])}
         chosen, rejected = reward_E[counts_E & chosen_E], reward_E[counts_E & ~chosen_E]

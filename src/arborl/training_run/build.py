@@ -188,7 +188,7 @@ def _build(factory: RunPartFactory, training: bool) -> RunParts:
     evaluator: HeldOutEvaluator = (
         OfflineEvaluator(source, rollout, algorithm, config, learner)
         if config.data.offline
-        else Evaluator(source, rollout, rewards, config.evaluation, config.seed, config.rollout.val_envs)
+        else Evaluator(source, rollout, rewards, config.evaluation, config.seed, config.data.evaluation_counts)
     )
     return RunParts(
         config=config, model_folder=folder, model=model, renderer=renderer, engine=engine, source=trained, cast=cast,

@@ -234,9 +234,9 @@ def stub_config(config: RunConfig) -> RunConfig:
         tree["engine"] = config.engine.scripted()
     tree["trainer"] |= {"steps": min(config.trainer.steps or 3, 3), "epochs": None}
     tree["demonstrations"] |= {"steps": min(config.demonstrations.steps, 1)}
-    if not config.rollout.envs.tags:  # a partition fixes the number of groups
-        few = min(config.rollout.tasks_per_step, 4)
-        tree["rollout"] |= {"tasks_per_step": few, "envs": tree["rollout"]["envs"] | {"num_env_groups": None}}
+    tree["rollout"] |= {"tasks_per_step": min(config.rollout.tasks_per_step, 4)}
+    for source in tree["data"]["sources"].values():
+        source["evaluation_tasks"] = None
     tree["learner"] |= {"minibatches": 1}
     tree["track"] |= {"top_logprobs": 0}
     tree["placement"] = {"name": "local"}

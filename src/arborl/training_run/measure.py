@@ -104,7 +104,7 @@ def _model_settings(name: str, common: RunConfig, options: MeasureOptions) -> Ru
     url = options.base_url.rstrip("/")
     key = options.key or ("OPENAI_API_KEY" if url == OPENAI else None)
     where = {"urls": [url.removesuffix("/v1")], "model": name.removeprefix(REMOTE), "api_key_env": key}
-    return validate(RunConfig, common.model_dump() | {"engine": {"name": "http", "chat": True} | where})
+    return validate(RunConfig, common.model_dump() | {"engine": {"name": "http", "args": {"chat": True} | where}})
 
 
 def _here(config: RunConfig, options: MeasureOptions) -> RunConfig:
@@ -122,7 +122,7 @@ def _with_options(config: RunConfig, options: MeasureOptions) -> RunConfig:
     """The settings with the number of attempts, and for prompts if there are some."""
     tree = config.model_dump()
     if options.attempts is not None:
-        tree["rollout"]["val_envs"]["group_size"] = options.attempts
+        tree["evaluation"]["group_size"] = options.attempts
     if options.prompts is None:
         if config.evaluation.tasks == 0:
             raise ConfigError("evaluation.tasks=0: nothing to evaluate. Write evaluation.tasks=200.")
@@ -137,8 +137,6 @@ def _with_options(config: RunConfig, options: MeasureOptions) -> RunConfig:
         tree["rollout"] |= {"group_size": max(config.rollout.group_size, 2)}
     rows = {"rows": PROMPTS, "evaluation_rows": PROMPTS, "question": config.data.question}
     tree |= {"data": {"agents": tree["data"]["agents"]} | rows, "demonstrations": {}}
-    tree["rollout"]["val_envs"] |= {"tags": (), "num_groups_partition": ()}
-    tree["rollout"]["envs"] |= {"tags": (), "num_groups_partition": ()}
     tree["trainer"] |= {"steps": 1, "epochs": None}
     if not (all("answer" in row for row in options.prompts) and any(one.name != "env" for one in config.rewards)):
         tree["rewards"] = [{"name": UNJUDGED}]
@@ -206,8 +204,7 @@ def _prompt_evaluator(parts: RunParts, prompts: Sequence[Mapping[str, Any]]) -> 
     from arborl.trainer.evaluation import Evaluator
 
     config, tasks = parts.config, tasks_of(parts.config, prompts)
-    tags = config.rollout.val_envs
-    return Evaluator(HeldOutRows(tasks), parts.rollout, parts.rewards, config.evaluation, config.seed, tags)
+    return Evaluator(HeldOutRows(tasks), parts.rollout, parts.rewards, config.evaluation, config.seed)
 
 
 def tasks_of(config: RunConfig, prompts: Sequence[Mapping[str, Any]]) -> list[Task]:

@@ -82,7 +82,7 @@ class RunPartFactory:
         if config.engine.name not in ENGINES.table:
             self.find(ENGINES, config.engine.name)
         if config.engine.name == "vllm":
-            check_vllm_installed(config.engine.python)
+            check_vllm_installed(config.engine.options.python)
         if config.placement.name == "ray":
             check_ray_available(config.placement)
         if config.rollout.group_filter is not None:
@@ -94,7 +94,7 @@ class RunPartFactory:
             from arborl.cluster.placement.placed_parts import connect_cluster
 
             remote_ranks = self.config.learner.ranks - 1 if training else 0
-            self.cluster = connect_cluster(self.config.placement, model, rewards, remote_ranks)
+            self.cluster = connect_cluster(self.config, model, rewards, remote_ranks)
 
     def stop(self) -> None:
         """Stop tool servers and the cluster after a failed build."""
@@ -256,7 +256,7 @@ class RunPartFactory:
     ) -> Rollout:
         """The rollout with its workers, group options and recording or replay."""
         settings = self.config.rollout
-        workers = Workers(settings.workers, settings.envs.max_env_num_per_worker)
+        workers = Workers(settings.workers, settings.envs_per_process)
         if self.cluster is not None and self.config.placement.env_workers:
             from arborl.cluster.placement.ray_environments import environment_processes
 
@@ -290,18 +290,18 @@ class RunPartFactory:
         training: bool = True,
     ) -> Engine:
         """The engine. `kv_tokens` and `sleep_mode` are those of `LocalEngine`, from the memory plan."""
-        config, settings = self.config, self.config.engine
+        config, settings, options = self.config, self.config.engine, self.config.engine.options
         found, decode = self.find(ENGINES, settings.name), renderer.tokenizer.decode
         if self.cluster is not None and config.placement.engines:
             from arborl.cluster.placement.placed_parts import build_ray_engine
 
             return build_ray_engine(self.cluster, config, model, renderer, sampling)
         if settings.name == "scripted":
-            texts = settings.replies or cast.env(Task("check")).actions() or ("Yes.",)
+            texts = options.replies or cast.env(Task("check")).actions() or ("Yes.",)
             made: Engine = found(replies(renderer, texts), decode=decode)
             return made
         if settings.name not in ("local", "vllm", "http"):
-            made = found(model)
+            made = found(model, **settings.args)
             return made
         common: dict[str, Any] = {
             "model": model,
@@ -310,17 +310,17 @@ class RunPartFactory:
         }
         arguments: dict[str, dict[str, Any]] = {
             "local": {
-                "kv_tokens": kv_tokens, "page_size": settings.page_size, "deterministic": config.deterministic,
-                "decode": decode, "update": settings.update, "sleep_mode": sleep_mode,
+                "kv_tokens": kv_tokens, "page_size": options.page_size, "deterministic": config.deterministic,
+                "decode": decode, "update": options.update, "sleep_mode": sleep_mode,
             },
             "vllm": {
-                "kv_tokens": settings.kv_tokens, "dtype": settings.dtype, "python": settings.python,
-                "args": settings.args, "sampling": sampling, "sleep_mode": settings.sleep_mode, "decode": decode,
+                "kv_tokens": settings.kv_tokens, "dtype": options.dtype, "python": options.python,
+                "args": settings.own_args, "sampling": sampling, "sleep_mode": settings.sleep_mode, "decode": decode,
             },
             "http": {
-                "urls": settings.urls, "dtype": settings.dtype, "named": settings.model,
-                "weights_dir": settings.weights_dir, "seconds": settings.seconds, "key": settings.api_key_env,
-                "sampling": sampling, "renderer": renderer, "training": training, "chats": settings.chat,
+                "urls": options.urls, "dtype": options.dtype, "named": options.model,
+                "weights_dir": options.weights_dir, "seconds": options.seconds, "key": options.api_key_env,
+                "sampling": sampling, "renderer": renderer, "training": training, "chats": options.chat,
             },
         }  # fmt: skip
         with _engine_errors(config):
@@ -361,13 +361,13 @@ def check_vllm_installed(python: str | None) -> None:
         done = subprocess.run([python or sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(
-            f"engine.python={python}: cannot be started as a Python interpreter ({error}). Write the path of one."
+            f"engine.args.python={python}: cannot be started as a Python interpreter ({error}). Write the path of one."
         ) from error
     if done.returncode != 0:
-        where = f"the environment of engine.python={python}" if python else "this environment"
+        where = f"the environment of engine.args.python={python}" if python else "this environment"
         raise ConfigError(
             f"engine=vllm: {where} has no vLLM. Install it there (pip install vllm), or write the interpreter of an "
-            "environment that has it: engine.python=PATH. See docs/engines.md."
+            "environment that has it: engine.args.python=PATH. See docs/engines.md."
         )
 
 

@@ -34,7 +34,7 @@ FIXED = {
 }
 """Patterns of keys that cannot be changed, and why."""
 EVALUATION_KEYS = (
-    "env", "agent", "tools", "rewards", "data", "evaluation", "sampling", "rollout.max_turns", "rollout.val_envs",
+    "env", "agent", "tools", "rewards", "data", "evaluation", "sampling", "rollout.max_turns",
     "model.chat_args", "context",
 )  # fmt: skip
 """Keys on which evaluation metrics depend."""

@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+EPISODES_EVERY = 10
+"""Steps between training episodes that are sent to trackers, without `track.render_every`."""
+
 
 class RunSession:
     """State of a run while it is executed.
@@ -86,10 +89,10 @@ class RunSession:
         self.status = "failed"
         track = self.config.track
         self.render: EpisodeRenderer | None = None
-        if track.render_save_dir is not None:
+        if track.render_every:
             decode = parts.renderer.tokenizer.decode
             self.render = EpisodeRenderer(
-                parts.cast, decode, track.render_save_dir, track.render_every, track.render_episodes, self._picture
+                parts.cast, decode, home / "frames", track.render_every, track.gifs, self._picture
             )
         self.episodes = WriteEpisodes(home / "episodes")
         imitation = self.config.demonstrations.steps
@@ -196,7 +199,7 @@ class RunSession:
         if config.track.episodes and config.track.terms:
             hooks.append(WriteTerms(self.home / "terms", config.track.terms))
         if parts.tracker_makers:
-            hooks.append(TrackEpisodes(config.track.render_every))
+            hooks.append(TrackEpisodes(config.track.render_every or EPISODES_EVERY))
         if self.render is not None:
             hooks.append(self.render)
         if config.demonstrations.steps:

@@ -31,7 +31,7 @@ from arborl.tune.trial import Direction, StudyError, TrialReport
 Budget = Literal["episodes", "free"]
 NUM_EVALUATIONS = 4
 """Parts of a run with pruning; each ends with an evaluation."""
-SHARED_PATHS = ("output_dir", "rollout.record", "track.render_save_dir")
+SHARED_PATHS = ("output_dir", "rollout.record")
 """Paths that all trials would write to."""
 FIXED_SECTIONS = ("evaluation", "track", "name")
 """Sections about measuring and storing, which are equal for all trials."""

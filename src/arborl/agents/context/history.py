@@ -37,17 +37,12 @@ class ContextError(ValueError):
 class HistoryEntry:
     """A message and its id, which never changes."""
 
-    id: int
-    """1, 2, 3, … in order; 0 for the system messages and the first user message."""
+    id: int  # 1, 2, 3, … in order; 0 for the system messages and the first user message
     message: Message
-    caller: int = 0
-    """Id of the assistant message whose tool call this answers."""
-    room: int | None = None
-    """Tokens that were left when it was added."""
-    tag: str = ""
-    """Stays visible when the message is deleted: progress of a scan."""
-    ok: bool = True
-    """Whether the tool call succeeded."""
+    caller: int = 0  # id of the assistant message whose tool call this answers
+    room: int | None = None  # tokens that were left when it was added
+    tag: str = ""  # stays visible when the message is deleted: progress of a scan
+    ok: bool = True  # whether the tool call succeeded
 
 
 @fast_init
@@ -124,8 +119,7 @@ class Fold:
     first: int
     last: int
     summary: str
-    keep: frozenset[int] = frozenset()
-    """Ids that stay visible; `append_edit` sets it."""
+    keep: frozenset[int] = frozenset()  # ids that stay visible; `append_edit` sets it
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +127,7 @@ class Truncate:
     """Hide messages before this one, and the results of their calls."""
 
     before: int
-    keep: frozenset[int] = frozenset()
-    """Ids that stay visible; `append_edit` sets it."""
+    keep: frozenset[int] = frozenset()  # ids that stay visible; `append_edit` sets it
 
 
 @dataclass(frozen=True, slots=True)

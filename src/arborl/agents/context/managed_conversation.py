@@ -32,8 +32,7 @@ from arborl.errors import ConfigError, ContextFull
 from arborl.tools.core.tool_context import count_tokens
 from arborl.types import Message, ToolSpec
 
-HEADER_TOKENS = 8
-"""Tokens around a message, if no chat template is known."""
+HEADER_TOKENS = 8  # tokens around a message, if no chat template is known
 PLAIN_STYLE = ViewStyle(form="plain", notes=False, rooms=False, ids=False)
 PolicyKind = Literal["none", "window", "truncate", "summary", "statelm"]
 POLICY_KINDS = ("none", "window", "truncate", "summary", "statelm")
@@ -46,10 +45,8 @@ SUMMARY_REQUEST = (
 class ContextBudget:
     """Limits of one episode."""
 
-    tokens: int
-    """Prompt and completion together."""
-    reply: int
-    """Tokens reserved for the model's next message."""
+    tokens: int  # prompt and completion together
+    reply: int  # tokens reserved for the model's next message
     turns: int
 
     @classmethod
@@ -327,15 +324,13 @@ def stateset_context(
 
     Example:
         stateset_context(compression_ratio=0.4, compression_strategy="truncate")
-        # {"policy": "truncate", "compress_at": 1.0, "compression_ratio": 0.4}
+        # {"policy": "truncate", "args": {"compress_at": 1.0, "compression_ratio": 0.4}}
     """
     if not enable_context_compression:
         return {"policy": "none"}
-    match compression_strategy:
-        case "truncate":
-            return {"policy": "truncate", "compress_at": 1.0, "compression_ratio": compression_ratio}
-        case "sliding_window":
-            return {"policy": "truncate", "compress_at": compression_ratio, "compression_ratio": compression_ratio}
-        case "summary":
-            return {"policy": "summary", "compress_at": compression_ratio}
+    if compression_strategy == "summary":
+        return {"policy": "summary", "args": {"compress_at": compression_ratio}}
+    if compression_strategy in ("truncate", "sliding_window"):
+        start = 1.0 if compression_strategy == "truncate" else compression_ratio
+        return {"policy": "truncate", "args": {"compress_at": start, "compression_ratio": compression_ratio}}
     raise ValueError(f"compression_strategy={compression_strategy!r}: give summary, truncate or sliding_window")

@@ -7,8 +7,7 @@ from typing import Any, NoReturn
 
 from arborl.types import ToolCall
 
-ParsedBlock = Any | ValueError
-"""A JSON value, or the error of parsing it."""
+ParsedBlock = Any | ValueError  # A JSON value, or the error of parsing it
 
 
 def parse_json_at(text: str, at: int, shape: str) -> tuple[ParsedBlock, int | None]:

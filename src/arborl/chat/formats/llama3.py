@@ -9,8 +9,7 @@ from arborl.chat.formats.tool_parser import ToolCallParser
 from arborl.types import ToolCall
 
 TAG = "<|python_tag|>"
-START = re.compile(r'\{\s*"(?:name"\s*:|type"\s*:\s*"function")')
-"""Start of a call; other JSON is part of an answer."""
+START = re.compile(r'\{\s*"(?:name"\s*:|type"\s*:\s*"function")')  # start of a call; other JSON is part of an answer
 SHAPE = '{"name": "TOOL", "parameters": {"NAME": "VALUE"}}'
 
 

@@ -16,8 +16,7 @@ from arborl.types import ToolCall
 SHAPE = '[TOOL(NAME="VALUE")]'
 START = re.compile(r"\[\s*[^\W\d][\w.]*\s*\(")
 LONGEST, DEEPEST = 50_000, 60
-WORDS = {"true": True, "false": False, "null": None}
-"""JSON constants, which models also write."""
+WORDS = {"true": True, "false": False, "null": None}  # JSON constants, which models also write
 
 
 class PythonicParser(ToolCallParser):

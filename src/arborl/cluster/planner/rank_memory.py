@@ -42,7 +42,7 @@ def configured_strategy(config: RunConfig) -> Strategy | None:
     """The strategy of a configuration; None for `single`. DeepSpeed's ZeRO stage 3 counts as fsdp2; stages 1 and 2
     count as ddp, which overestimates their memory."""
     learner = config.learner
-    if learner.strategy == "deepspeed":
+    if learner.zero_stage:
         return "fsdp2" if learner.zero_stage == 3 else "ddp"
     return None if learner.strategy == "single" else learner.strategy
 

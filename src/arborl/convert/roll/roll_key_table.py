@@ -23,14 +23,11 @@ def tracker(draft: Draft, key: str, value: Any) -> None:
     draft.set(key, value, "track.tensorboard", value == "tensorboard")
     if value == "wandb":
         kwargs = draft.below("tracker_kwargs.")
-        draft.set(
-            key, value, "track.wandb.project", str(kwargs.get("project") or draft.source.get("exp_name") or "roll")
-        )
-        for theirs, ours in (("name", "name"), ("entity", "entity"), ("dir", "dir"), ("mode", "mode")):
-            if kwargs.get(theirs):
-                draft.set(f"tracker_kwargs.{theirs}", kwargs[theirs], f"track.wandb.{ours}", kwargs[theirs])
-        if "project" in kwargs:
-            draft.set("tracker_kwargs.project", kwargs["project"], "track.wandb.project", kwargs["project"])
+        given = {name: kwargs[name] for name in ("project", "name", "entity", "dir", "mode") if kwargs.get(name)}
+        ours = [{"name": "wandb", "args": {"project": str(draft.source.get("exp_name") or "roll")} | given}]
+        draft.set(key, value, "track.trackers", ours)
+        for name in given:
+            draft.set(f"tracker_kwargs.{name}", given[name], "track.trackers", ours)
     elif value not in ("tensorboard", "stdout", None):
         why = "no such tracker here: metrics go to the console, metrics.jsonl and whatever track.trackers names"
         draft.drop(key, value, why)
@@ -97,7 +94,7 @@ TABLE: dict[str, Rule] = {
     "seed": to("seed"),
     "output_dir": folder,
     "logging_dir": idle("logs lie in the run's folder"),
-    "render_save_dir": to("track.render_save_dir"),
+    "render_save_dir": to("track.render_every", lambda value: 10, "GIFs are in the run's folder, frames/"),
     "rollout_dump_dir": to("track.episodes", lambda value: bool(value), "episodes are written to the run's folder"),
     "max_steps": to("trainer.steps"),
     "save_steps": every("trainer.save_every"),
@@ -128,7 +125,7 @@ PREFIXES: dict[str, Rule] = {
     "checkpoint_config.": idle("checkpoints lie in the run's folder"),
     "system_envs.": idle("set variables of the environment in your shell"),
     "env_monitor.": no("rollout.episode_seconds and rollout.step_seconds bound an environment that hangs"),
-    "reward_normalization.": idle("what a group is compared with is algorithm.baseline and algorithm.std"),
+    "reward_normalization.": idle("what a group is compared with is algorithm.args.baseline and algorithm.std"),
     "router_args.": idle(ENGINE),
     "train_env_manager.generating_args.num_return_sequences": idle("episodes of a task are rollout.group_size"),
     "train_env_manager.generating_args.": idle("actor_infer.generating_args goes before it, or as it is here"),

@@ -70,13 +70,13 @@ def optimiser(draft: Draft, role: str) -> None:
         draft.set(
             f"{at}warmup_steps",
             draft.source[f"{at}warmup_steps"],
-            "learner.warmup_steps",
+            "learner.warmup",
             draft.source[f"{at}warmup_steps"],
         )
     ratio = draft.source.get(f"{at}warmup_ratio")
     if ratio and not draft.source.get(f"{at}warmup_steps"):
-        draft.settings.pop("learner.warmup_steps", None)
-        draft.set(f"{at}warmup_ratio", ratio, "learner.warmup_ratio", float(ratio))
+        draft.settings.pop("learner.warmup", None)
+        draft.set(f"{at}warmup_ratio", ratio, "learner.warmup", float(ratio))
     elif ratio is not None:
         draft.skip(f"{at}warmup_ratio", ratio, "0, or warmup_steps goes before it")
     draft.put("max_grad_norm", 1.0, "learner.max_grad_norm", lambda value: float(value or 1.0))

@@ -65,8 +65,8 @@ def agentic(draft: Draft) -> None:
     if draft.problems:
         return
     steps = draft.settings.get("agent.name") == "step"
-    tasks = int(draft.settings.get("rollout.envs.num_env_groups") or draft.settings["rollout.tasks_per_step"])
-    size = int(draft.settings.get("rollout.envs.group_size") or draft.settings["rollout.group_size"])
+    tasks = int(draft.settings["rollout.tasks_per_step"])
+    size = int(draft.settings["rollout.group_size"])
     if teacher(draft):
         algorithm.aggregation(draft, steps)
     else:
@@ -92,8 +92,8 @@ def rlvr(draft: Draft) -> None:
         draft.source.get("prompt_length") or 1024
     )
     if draft.below("validation.generating_args."):
-        learner.sampling(draft, "validation.generating_args.", "evaluation")
-        draft.undo("evaluation.max_tokens", "sequence_length less prompt_length, as in training")
+        learner.sampling(draft, "validation.generating_args.", "evaluation.sampling")
+        draft.undo("evaluation.sampling.max_tokens", "sequence_length less prompt_length, as in training")
     tasks = int(draft.put("rollout_batch_size", 128, "rollout.tasks_per_step"))
     size = int(draft.put("num_return_sequences_in_group", 1, "rollout.group_size"))
     distilled = teacher(draft)
@@ -142,18 +142,16 @@ def _sampling(draft: Draft, infer: str) -> None:
     if own:
         for name, value in list(draft.settings.items()):
             if name in ("sampling.temperature", "sampling.top_p", "sampling.top_k"):
-                draft.default(
-                    f"{infer}.generating_args", "validation too", name.replace("sampling", "evaluation"), value
-                )
+                draft.default(f"{infer}.generating_args", "validation too", f"evaluation.{name}", value)
     elif draft.below("val_env_manager.generating_args."):
-        learner.sampling(draft, "val_env_manager.generating_args.", "evaluation")
+        learner.sampling(draft, "val_env_manager.generating_args.", "evaluation.sampling")
 
 
 def teacher(draft: Draft) -> bool:
     """On-policy distillation: the advantage is the teacher's log-probability minus the student's."""
     at = "teacher.model_args.model_name_or_path"
     if at in draft.source and (draft.below("student_train.") or draft.source.get("is_pure_opd")):
-        draft.set(at, draft.source[at], "algorithm.teacher", draft.source[at])
+        draft.set(at, draft.source[at], "algorithm.args.teacher", draft.source[at])
         why = "" if "adv_estimator" not in draft.source else "a teacher alone decides"
         draft.settings["algorithm.name"] = "distill"
         if why:

@@ -29,7 +29,7 @@ def dpo(draft: Draft) -> None:
     _learn(draft, "actor_train", "pretrain", name)
     if "ipo" in draft.source:
         draft.set("ipo", draft.source["ipo"], "algorithm.name", name)
-    draft.put("beta", 0.1, "algorithm.beta", float)
+    draft.put("beta", 0.1, "algorithm.args.beta", float)
     _prompt_column(draft, "prompt_key")
     for key in ("chosen_key", "rejected_key"):
         column = key.removesuffix("_key")
@@ -51,7 +51,7 @@ def distill(draft: Draft) -> None:
     if not teacher:
         draft.refuse("teacher_pretrain", None, "names no teacher. Write teacher_pretrain: MODEL.")
         return
-    draft.set("teacher_pretrain", teacher, "algorithm.teacher", teacher)
+    draft.set("teacher_pretrain", teacher, "algorithm.args.teacher", teacher)
     draft.put("question_key", "question", "data.question")
     if "answer_key" in draft.source:
         draft.drop("answer_key", draft.source["answer_key"], "given answers are not read: see kd_objective")

@@ -36,11 +36,11 @@ def estimator(draft: Draft, key: str, value: Any) -> None:
     if ours in COMPARE:
         settings["algorithm.skip_zero_variance"] = False
     if number(draft, f"{R}n", 1) == 1 and "agent.num_chains" not in draft.source and ours in COMPARE:
-        settings = {"algorithm.baseline": "none", "algorithm.std": "none"} if ours == "grpo" else {}
+        settings = {"algorithm.args.baseline": "none", "algorithm.std": "none"} if ours == "grpo" else {}
         ours = ALONE.get(ours, ours)
     draft.set(key, value, "algorithm.name", ours)
     if ours == "ppo":
-        settings = {"algorithm.gae_level": "token", "learner.critic": "separate", "algorithm.value.coef": 1.0}
+        settings = {"algorithm.args.gae_level": "token", "learner.critic": "separate", "algorithm.args.value_coef": 1.0}
     if ours in ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         settings["algorithm.whiten"] = "token"
     for path, setting in settings.items():
@@ -50,7 +50,7 @@ def estimator(draft: Draft, key: str, value: Any) -> None:
 def by_std(draft: Draft, key: str, value: Any) -> None:
     if known(draft, "algorithm.adv_estimator") not in ("grpo", "grpo_vectorized"):
         draft.skip(key, value, "read with adv_estimator=grpo only")
-    elif draft.settings.get("algorithm.baseline") == "none":
+    elif draft.settings.get("algorithm.args.baseline") == "none":
         draft.skip(key, value, "a group of one has no deviation")
     else:
         draft.set(key, value, "algorithm.std", "group" if value else "none")
@@ -97,7 +97,7 @@ def aggregation(draft: Draft, key: str, value: Any) -> None:
             "verl's is not a mean over sequences, but a sum over those of a micro-batch" if value[-4:] == "norm" else ""
         )
         draft.set(key, value, "algorithm.aggregation", "fixed", why)
-        draft.set(key, value, "algorithm.fixed_length", length)
+        draft.set(key, value, "algorithm.args.fixed_length", length)
         return
     ways = {"token-mean": "token", "seq-mean-token-mean": "episode"}
     choice("algorithm.aggregation", ways, f"Known: {', '.join(ways)}.")(draft, key, value)
@@ -137,7 +137,7 @@ def second_clip(draft: Draft, key: str, value: Any) -> None:
     if _loss(draft) != "ppo":
         draft.skip(key, value, "read with loss_mode=vanilla only")
     else:
-        num("algorithm.dual_clip")(draft, key, value)
+        num("algorithm.args.dual_clip")(draft, key, value)
 
 
 def kl_part(path: str, table: Mapping[str, str] | None = None) -> Rule:

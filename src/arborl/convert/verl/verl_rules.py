@@ -173,7 +173,7 @@ def warmup(draft: Draft, key: str, value: Any) -> None:
     times = steps_of_an_update(draft)
     if isinstance(value, int | float) and value > 0:
         why = f"counted in optimiser steps, of which a training step has {times}" if times > 1 else ""
-        draft.set(key, value, "learner.warmup_steps", int(value) * times, why)
+        draft.set(key, value, "learner.warmup", int(value) * times, why)
     else:
         draft.skip(key, value, "no number of steps: lr_warmup_steps_ratio is read")
 
@@ -184,7 +184,7 @@ def warmup_share(draft: Draft, key: str, value: Any) -> None:
     elif value in (None, 0):
         draft.skip(key, value, "no warm-up, as here")
     else:
-        num("learner.warmup_ratio")(draft, key, value)
+        num("learner.warmup")(draft, key, value)
 
 
 def schedule(draft: Draft, key: str, value: Any) -> None:
@@ -246,7 +246,9 @@ def length_of_the_run(draft: Draft, key: str, value: Any) -> None:
 def evaluation(draft: Draft, key: str, value: Any) -> None:
     """`val_kwargs.temperature` and `do_sample`."""
     sampled = known(draft, f"{R}val_kwargs.do_sample")
-    draft.set(key, value, "evaluation.temperature", number(draft, f"{R}val_kwargs.temperature") if sampled else 0.0)
+    draft.set(
+        key, value, "evaluation.sampling.temperature", number(draft, f"{R}val_kwargs.temperature") if sampled else 0.0
+    )
     draft.set(key, value, "evaluation.greedy", False)
 
 
@@ -270,16 +272,16 @@ def loggers(draft: Draft, key: str, value: Any) -> None:
     trackers = names(value)
     draft.set(key, value, "track.tensorboard", "tensorboard" in trackers)
     project, run = (_bare(draft, f"trainer.{name}_name") for name in ("project", "experiment"))
+    called = {"name": run} if run else {}
+    ours: list[dict[str, Any]] = []
     if "wandb" in trackers:
-        draft.set(key, value, "track.wandb.project", project or "verl_examples")
-        if run:
-            draft.set(key, value, "track.wandb.name", run)
-    if "mlflow" in trackers:
-        where = "what MLFLOW_TRACKING_URI says there"
-        draft.set(key, value, "track.mlflow.uri", "sqlite:////tmp/mlruns.db", where)
-        draft.set(key, value, "track.mlflow.experiment", project or "verl_examples")
-        if run:
-            draft.set(key, value, "track.mlflow.name", run)
+        ours.append({"name": "wandb", "args": {"project": project or "verl_examples"} | called})
+    if "mlflow" in trackers:  # the address is that of MLFLOW_TRACKING_URI there
+        place = {"uri": "sqlite:////tmp/mlruns.db", "experiment": project or "verl_examples"}
+        ours.append({"name": "mlflow", "args": place | called})
+    if ours:
+        why = "the address of MLflow is what MLFLOW_TRACKING_URI says there" if "mlflow" in trackers else ""
+        draft.set(key, value, "track.trackers", ours, why)
     for other in trackers:
         if other not in ("console", "tensorboard", "wandb", "mlflow", "file"):
             draft.drop(key, other, "no such tracker here; yours can be named as track.trackers=[package.module:Class]")

@@ -286,7 +286,7 @@ class HttpEngine(Engine):
                 await self._connect(replica)
                 replica.up = True
             if len({type(replica.server) for replica in self.replicas}) > 1:
-                raise EngineError("engine.urls: servers of several kinds. Name servers of one kind")
+                raise EngineError("engine.args.urls: servers of several kinds. Name servers of one kind")
             if self.training:
                 for error in (await self._publish(self.model.state_dict(), 0)).values():
                     raise error
@@ -358,5 +358,7 @@ def make_client(url: str, headers: dict[str, str], seconds: float, requests: int
 def api_key(variable: str) -> str:
     """The API key in an environment variable."""
     if not (found := os.environ.get(variable)):
-        raise EngineError(f"engine.api_key_env={variable}: there is no such environment variable. Set it to the key")
+        raise EngineError(
+            f"engine.args.api_key_env={variable}: there is no such environment variable. Set it to the key"
+        )
     return found

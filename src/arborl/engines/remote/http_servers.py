@@ -57,7 +57,7 @@ def _parse(client: Client, path: str, status: int, content: bytes) -> Any:
     if status >= 500 or status in (408, 429):
         raise ReplicaUnavailable(f"{url} answers {status}: {_error_message(content)}")
     if status in (401, 403):
-        raise EngineError(f"{url} answers {status}: {_error_message(content)} (engine.api_key_env names its key)")
+        raise EngineError(f"{url} answers {status}: {_error_message(content)} (engine.args.api_key_env names its key)")
     if status >= 400:
         raise EngineError(f"{url} answers {status}: {_error_message(content)}")
     if not content:
@@ -331,7 +331,7 @@ async def detect_server(client: Client, named: str | None, chat: bool = False) -
     if named is None and len(listed) == 1:
         named = next(iter(listed))
     if named not in listed:
-        remedy = "write engine.model=NAME" if named is None else f"engine.model={named} is not among them"
+        remedy = "write engine.args.model=NAME" if named is None else f"engine.args.model={named} is not among them"
         raise EngineError(
             f"{str(client.base_url).rstrip('/')} serves {', '.join(listed) or 'no model'}: {remedy}"
         )  # fmt: skip

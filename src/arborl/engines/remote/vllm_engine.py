@@ -1,9 +1,9 @@
 """Sampling by vLLM in a process of its own, with its own copy of the weights.
 
-The process may belong to another environment (`engine.python`), because vLLM pins versions of other packages. Requests
-go through a socket and weights through shared memory; with LoRA, only the adapters after the first update. An update
-waits for no request: running ones pause between two tokens, continue with the new weights, and report which tokens each
-version sampled. `vllm_worker/vllm_main.py` is the other side.
+The process may belong to another environment (`engine.args.python`), because vLLM pins versions of other packages.
+Requests go through a socket and weights through shared memory; with LoRA, only the adapters after the first update.
+An update waits for no request: running ones pause between two tokens, continue with the new weights, and report which
+tokens each version sampled. `vllm_worker/vllm_main.py` is the other side.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class Learner(BaseLearner):
         self.offloaded_reference = OffloadedModel(self.reference) if offloads and self.reference is not None else None
         check_critic(config, needs.value)
         separate = config.has_separate_critic
-        self.critic = Critic(model, separate, config.critic_detach, origin) if needs.value else None
+        self.critic = Critic(model, separate, config.critic == "detached", origin) if needs.value else None
         self.path_selector = PathSelector(config.attention, config.recompute is True)
         self.micro_batcher = MicroBatcher(model, config, strategy.lockstep_group)
         self.loss_scale = LossScale(model.dtype)

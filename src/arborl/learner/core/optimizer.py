@@ -310,10 +310,10 @@ NO_INITIAL_UPDATES = InitialUpdates()
 def warmup_steps(config: LearnerConfig, total: int) -> int:
     """Optimizer steps of the warm-up.
 
-    >>> warmup_steps(LearnerConfig(warmup_ratio=0.1), 25)
+    >>> warmup_steps(LearnerConfig(warmup=0.1), 25)
     3
     """
-    return math.ceil(total * config.warmup_ratio) if config.warmup_ratio else config.warmup_steps
+    return math.ceil(total * config.warmup) if config.warmup < 1 else int(config.warmup)
 
 
 def lr_factor(config: LearnerConfig, step: int, total: int, floor: float = 0.0) -> float:
@@ -327,7 +327,7 @@ def lr_factor(config: LearnerConfig, step: int, total: int, floor: float = 0.0) 
         total: optimizer steps of the run; 0 if unknown, then nothing decays.
         floor: the factor at the end.
 
-    >>> [lr_factor(LearnerConfig(warmup_steps=2, decay="linear"), step, 6) for step in range(7)]
+    >>> [lr_factor(LearnerConfig(warmup=2, decay="linear"), step, 6) for step in range(7)]
     [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
     rising = warmup_steps(config, total)

@@ -72,18 +72,19 @@ class RemoteTeacher:
             listed = {str(one["id"]): one for one in reply.raise_for_status().json()["data"]}
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise ConfigError(
-                f"algorithm.teacher={self.url}: the server does not list its models ({type(error).__name__}: {error}). "
-                "Give the address of a server with OpenAI's API, up to /v1."
+                f"algorithm.args.teacher={self.url}: the server does not list its models "
+                f"({type(error).__name__}: {error}). Give the address of a server with OpenAI's API, up to /v1."
             ) from error
         self.model = self.model or next(iter(listed), "")
         if self.model not in listed:
             raise ConfigError(
-                f"algorithm.teacher={self.url}: the server has no model {self.model!r}. It has: {', '.join(listed)}."
+                f"algorithm.args.teacher={self.url}: the server has no model {self.model!r}. It has: "
+                f"{', '.join(listed)}."
             )
         longest = listed[self.model].get("max_model_len")
         if isinstance(longest, int) and longest <= max_context:
             raise ConfigError(
-                f"algorithm.teacher={self.url}: its context of {longest} tokens must exceed "
+                f"algorithm.args.teacher={self.url}: its context of {longest} tokens must exceed "
                 f"sampling.max_context={max_context} by one. Write a smaller sampling.max_context."
             )
         ids = tokenizer.encode(TOKENIZER_SAMPLE)
@@ -92,8 +93,8 @@ class RemoteTeacher:
             self._request_logprobs(ids)
         except (httpx.HTTPError, ValueError) as error:
             raise ConfigError(
-                f"algorithm.teacher={self.url}: the server returns no log-probabilities of a prompt: {error}. Serve it "
-                "with vLLM, or with a server whose /v1/completions supports prompt_logprobs, or echo and logprobs."
+                f"algorithm.args.teacher={self.url}: the server returns no log-probabilities of a prompt: {error}. "
+                "Serve it with vLLM, or a server whose /v1/completions supports prompt_logprobs, or echo and logprobs."
             ) from error
 
     def _check_ids(self, ids: Sequence[int]) -> None:
@@ -105,10 +106,10 @@ class RemoteTeacher:
         except (httpx.HTTPError, ValueError, LookupError, TypeError):
             server_ids = None
         if server_ids is None:
-            log.warning("algorithm.teacher=%s: no /tokenize, so its tokenizer could not be compared.", self.url)
+            log.warning("algorithm.args.teacher=%s: no /tokenize, so its tokenizer could not be compared.", self.url)
         elif list(server_ids) != list(ids):
             raise ConfigError(
-                f"algorithm.teacher={self.url}: its tokenizer differs: {TOKENIZER_SAMPLE[:14]!r}… becomes "
+                f"algorithm.args.teacher={self.url}: its tokenizer differs: {TOKENIZER_SAMPLE[:14]!r}… becomes "
                 f"{server_ids[:5]}…, with the policy's tokenizer {list(ids[:5])}…. Use a teacher with the policy's "
                 "tokenizer."
             )
@@ -132,7 +133,7 @@ class RemoteTeacher:
         try:
             return self._request_logprobs(ids)
         except (httpx.HTTPError, ValueError) as error:
-            log.warning("algorithm.teacher=%s: request of %d tokens failed: %s", self.url, len(ids), error)
+            log.warning("algorithm.args.teacher=%s: request of %d tokens failed: %s", self.url, len(ids), error)
             return [math.nan] * len(ids)
 
     def _request_logprobs(self, ids: Sequence[int]) -> list[float]:
@@ -162,7 +163,7 @@ Teacher: TypeAlias = PreTrainedModel | RemoteTeacher
 
 def teacher_of(config: RunConfig, student: Path) -> Teacher | None:
     """The teacher of a run; None if it has none."""
-    name = next((one.teacher for one in config.algorithm.all if one.teacher), None)
+    name = next((name for one in config.algorithm.all if (name := one.options.teacher)), None)
     return open_teacher(name, student, config.model.device, config.sampling.max_context) if name else None
 
 
@@ -177,7 +178,7 @@ def open_teacher(name: str, student: Path, device: str, max_context: int) -> Tea
         about = read_model_config(folder)
         check_supported(about, name, max_context)
     except ConfigError as error:
-        raise ConfigError(f"algorithm.teacher={name}: {error}") from error
+        raise ConfigError(f"algorithm.args.teacher={name}: {error}") from error
     check_tokenizer(student, folder, name)
     return load_model(folder, stored_dtype(about), device).requires_grad_(False)
 
@@ -187,7 +188,7 @@ def warn_if_same_model(gap: Floats) -> None:
     if len(gap) and not np.isnan(gap).all() and np.nanmax(np.abs(gap)) < SAME_MODEL_GAP:
         log.warning(
             "the teacher's log-probabilities equal the policy's, so the loss is 0. Write another model as "
-            "algorithm.teacher."
+            "algorithm.args.teacher."
         )
 
 
@@ -224,10 +225,10 @@ def check_tokenizer(student: Path, teacher: Path, name: str) -> None:
     for number in range(ours.vocab_size):
         if ours.text_of(number) != theirs.text_of(number):
             raise ConfigError(
-                f"algorithm.teacher={name}: its tokenizer differs: token {number} is {theirs.text_of(number)!r} there "
-                f"and {ours.text_of(number)!r} here. Use a teacher with the policy's tokenizer."
+                f"algorithm.args.teacher={name}: its tokenizer differs: token {number} is {theirs.text_of(number)!r} "
+                f"there and {ours.text_of(number)!r} here. Use a teacher with the policy's tokenizer."
             )
     if ours.encode(TOKENIZER_SAMPLE) != theirs.encode(TOKENIZER_SAMPLE):
         raise ConfigError(
-            f"algorithm.teacher={name}: its tokenizer splits text differently. Use one with the policy's tokenizer."
+            f"algorithm.args.teacher={name}: its tokenizer splits text differently. Use one with the policy's."
         )

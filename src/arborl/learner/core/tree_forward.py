@@ -142,7 +142,7 @@ def check_critic(config: LearnerConfig, needed: bool) -> None:
     """Raise ConfigError if `learner.critic` contradicts the algorithm."""
     if needed and config.critic == "none":
         raise ConfigError("learner.critic=none: the advantage needs values. Write learner.critic=shared or separate.")
-    if not needed and (config.critic in ("shared", "separate") or config.critic_from is not None):
+    if not needed and (config.critic in ("shared", "detached", "separate") or config.critic_from is not None):
         raise ConfigError("learner.critic: the advantage uses no values. Write learner.critic=auto.")
 
 

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parameters_to_vector
 from transformers import PreTrainedModel
 
-from arborl.config.algorithm_config import TrustRegionConfig
+from arborl.config.algorithm_config import AlgorithmArgs
 from arborl.errors import ConfigError
 from arborl.learner.attention.path_selection import DENSE
 from arborl.learner.core.packing import MicroBatch
@@ -106,7 +106,7 @@ def natural_step(
     kl: PolicyKL,
     surrogate: Callable[[], float],
     before: float,
-    settings: TrustRegionConfig,
+    settings: AlgorithmArgs,
 ) -> Metrics:
     """Move the parameters, whose `grad` is that of the loss; leave them if the line search finds no step.
 

@@ -214,7 +214,7 @@ def make_strategy(config: LearnerConfig, ranks: RankGroup = SINGLE_RANK) -> Stra
 
 
 class ZeroStrategy(Strategy):
-    """ZeRO of `learner.zero_stage`."""
+    """ZeRO of `learner.strategy` `zero1`, `zero2` and `zero3`."""
 
     shards_weights = lockstep = True
     engine: Any
@@ -223,13 +223,15 @@ class ZeroStrategy(Strategy):
         """The package must be installed, and the weights in float32 or bfloat16."""
         if importlib.util.find_spec("deepspeed") is None:
             raise ConfigError(
-                "learner.strategy=deepspeed needs the package deepspeed. Install it: pip install 'arborl[deepspeed]', "
-                "or write learner.strategy=fsdp2."
+                f"learner.strategy={self.config.strategy} needs the package deepspeed. Install it: pip install "
+                "'arborl[deepspeed]', or write learner.strategy=fsdp2."
             )
         if model.dtype not in (torch.float32, torch.bfloat16):
-            raise unsupported("deepspeed", f"{model.dtype} is not supported", "model.dtype=bfloat16 or float32")
+            raise unsupported(
+                self.config.strategy, f"{model.dtype} is not supported", "model.dtype=bfloat16 or float32"
+            )
         if getattr(model, "quantization_method", None) is not None:
-            raise unsupported("deepspeed", "4-bit weights cannot be sharded", "learner.strategy=ddp")
+            raise unsupported(self.config.strategy, "4-bit weights cannot be sharded", "learner.strategy=ddp")
 
     def place(self, module: PolicyWithCritic) -> PlacedModel:
         """DeepSpeed's engine is created with the optimizer."""

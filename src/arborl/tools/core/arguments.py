@@ -17,8 +17,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from arborl.errors import did_you_mean
 from arborl.tools.core.json_bounds import load_json
 
-MAX_NAMED_ERRORS = 8
-"""Maximum number of arguments that an error names."""
+MAX_NAMED_ERRORS = 8  # maximum number of arguments that an error names
 
 
 class ArgumentError(ValueError):
@@ -207,8 +206,7 @@ ENTRY = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 class Docstring:
     """The parts of a docstring that the model sees."""
 
-    description: str = ""
-    """Text before the first section, as one paragraph."""
+    description: str = ""  # text before the first section, as one paragraph
     arguments: dict[str, str] = field(default_factory=dict)
 
 

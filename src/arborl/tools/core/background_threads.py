@@ -20,10 +20,8 @@ from typing import Any, ClassVar
 
 log = logging.getLogger(__name__)
 
-MAX_HANGING_CALLS = 32
-"""Maximum number of hanging calls of one name; further calls are refused."""
-IDLE_SECONDS = 10.0
-"""An idle thread ends after this time."""
+MAX_HANGING_CALLS = 32  # maximum number of hanging calls of one name; further calls are refused
+IDLE_SECONDS = 10.0  # an idle thread ends after this time
 
 
 class TooManyHangingCalls(RuntimeError):
@@ -36,8 +34,7 @@ class AbandonedCalls:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.calls: dict[object, tuple[str, float]] = {}
-        self.full: set[str] = set()
-        """Names whose calls are refused; each is logged once."""
+        self.full: set[str] = set()  # names whose calls are refused; each is logged once
 
     def add(self, call: object, name: str, due: float) -> None:
         """Register a call that is no longer awaited. `due`: its deadline in `time.monotonic()`."""
@@ -72,8 +69,7 @@ class AbandonedCalls:
         raise TooManyHangingCalls(words)
 
 
-abandoned_calls = AbandonedCalls()
-"""Abandoned calls of `run_in_thread` in this process."""
+abandoned_calls = AbandonedCalls()  # abandoned calls of `run_in_thread` in this process
 
 
 def num_hanging_calls(tool: str) -> int:

@@ -18,10 +18,8 @@ from arborl.tools.library.document_index import INDEX_CACHE, DocumentIndex, cut_
 from arborl.tools.library.finish import finish as plain_finish
 from arborl.types import ToolResult, ToolSpec
 
-FIELD = "document_content"
-"""Task field with the document."""
-NO_LIMIT = 1 << 40
-"""Output limit: truncation would break the JSON."""
+FIELD = "document_content"  # task field with the document
+NO_LIMIT = 1 << 40  # output limit: truncation would break the JSON
 INDEX_ID = "document_index"
 FILE_NAME = "attached_document.txt"
 
@@ -50,10 +48,8 @@ class ContextEditor(Protocol):
 class DocumentNote:
     """A note of the model."""
 
-    summary: str
-    """Always in the context."""
-    content: str
-    """Returned by `readNote`."""
+    summary: str  # always in the context
+    content: str  # returned by `readNote`
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +86,7 @@ def check_sizes(chunk_size: int, overlap: int) -> None:
 class Workspace:
     """State of one episode: document, index, notes."""
 
-    document: Any = None
-    """The text; None: the task's field `document_content`."""
+    document: Any = None  # the text; None: the task's field `document_content`
     settings: DocumentSettings = field(default_factory=DocumentSettings)
     editor: ContextEditor | None = None
     notes: dict[str, DocumentNote] = field(default_factory=dict)
@@ -135,8 +130,7 @@ class Workspace:
         return self.notes[key]
 
 
-WORKSPACE = EpisodeState(Workspace)
-"""State key of the workspace: `context.state(WORKSPACE, WORKSPACE.make)`."""
+WORKSPACE = EpisodeState(Workspace)  # state key of the workspace: `context.state(WORKSPACE, WORKSPACE.make)`
 EpisodeWorkspace = Annotated[Workspace, WORKSPACE]
 
 

@@ -82,8 +82,7 @@ def _read_lines(file: Path) -> Iterator[CorpusDocument]:
             yield CorpusDocument(str(row.get("id", number)), str(row.get("title", "")), text)
 
 
-INDEX_VERSION = 1
-"""Part of an index's file name."""
+INDEX_VERSION = 1  # part of an index's file name
 TERM = re.compile(r'"([^"]*)"|(\w+)')
 MAX_TERMS = 64
 
@@ -190,8 +189,7 @@ def cache_folder() -> Path:
     return Path(base) / "arborl" / "search"
 
 
-EmbeddingFunction = Callable[[Sequence[str]], Any]
-"""Texts -> array with one row per text."""
+EmbeddingFunction = Callable[[Sequence[str]], Any]  # texts -> array with one row per text
 
 
 class Retrieve(Tool):

@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 
 from arborl.errors import ArborError, ConfigError
 
-MAX_BODY = 64 * 2**20
-"""Maximum bytes of a response."""
+MAX_BODY = 64 * 2**20  # maximum bytes of a response
 
 
 class ConnectionBroken(ArborError):
@@ -26,8 +25,7 @@ class ConnectionBroken(ArborError):
 @dataclass(frozen=True, slots=True)
 class HttpReply:
     status: int
-    headers: Mapping[str, str]
-    """Names in lower case."""
+    headers: Mapping[str, str]  # names in lower case
     body: bytes
 
 

@@ -38,8 +38,7 @@ except ImportError as missing:
 log = logging.getLogger(__name__)
 logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL)  # it logs a traceback for every invalid line
 
-SESSION_KEY = "arborl/session"
-"""Key of the episode in a call's `_meta`, for servers that keep state per episode."""
+SESSION_KEY = "arborl/session"  # key of the episode in a call's `_meta`, for servers that keep state per episode
 
 
 class McpClient:
@@ -86,13 +85,11 @@ class McpClient:
         self.env, self.headers, self.timeout = dict(env or {}), dict(headers or {}), timeout
         self.stateful, self.only, self.start_seconds = stateful, only, start_seconds
         self.max_tokens, self.max_chars = max_tokens, max_chars
-        self.name = uuid.uuid4().hex[:12]
-        """Prefix of this process's session names."""
+        self.name = uuid.uuid4().hex[:12]  # prefix of this process's session names
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name=f"arborl-mcp-{self}", daemon=True).start()
         self._connection: _McpConnection | None = None
-        self._connection_tasks: set[asyncio.Task[None]] = set()
-        """Tasks of connections that are open or closing."""
+        self._connection_tasks: set[asyncio.Task[None]] = set()  # tasks of connections that are open or closing
         self._breaker = CircuitBreaker(failures=2)
         self._closed, self._num_failures = False, 0
 
@@ -246,8 +243,7 @@ class _McpConnection:
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
         self._scope: anyio.CancelScope | None = None
-        self.last_line = ""
-        """Last line of a failed command's standard error."""
+        self.last_line = ""  # last line of a failed command's standard error
         self.task = asyncio.create_task(self._run(transport, seconds))
 
     async def _run(self, transport: Callable[[TextIO], Any], seconds: float) -> None:

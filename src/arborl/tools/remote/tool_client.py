@@ -77,8 +77,7 @@ class ToolClient:
             raise ConfigError(f"ToolClient: concurrency={concurrency}: give 1 or more")
         self.url = url.rstrip("/")
         HttpConnections(self.url)  # raises for an invalid address
-        self.name = uuid.uuid4().hex[:12]
-        """Prefix of this client's session names."""
+        self.name = uuid.uuid4().hex[:12]  # prefix of this client's session names
         self.concurrency, self.attempt_seconds, self.call_seconds = concurrency, attempt_seconds, call_seconds
         self.limit, self.backoff, self.max_backoff, self.retries = limit, backoff, max_backoff, retries
         key = api_key if api_key is not None else os.environ.get("ARBORL_TOOL_API_KEY")

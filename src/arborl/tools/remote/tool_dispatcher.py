@@ -24,8 +24,7 @@ from arborl.types import Task, ToolCall, ToolResult
 
 log = logging.getLogger(__name__)
 
-UNKNOWN = ""
-"""Queue of all unknown tool names."""
+UNKNOWN = ""  # queue of all unknown tool names
 MAX_STORED_RESPONSES = 10_000
 
 
@@ -77,8 +76,7 @@ class ToolSession:
     """State of one episode of a client."""
 
     context: ToolContext
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Calls of stateful tools run one after another."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # calls of stateful tools run one after another
     last_used: float = 0.0
 
 
@@ -291,8 +289,7 @@ def lost_call(reason: str) -> CallResponse:
 KEEP_SECONDS = 24 * 3600.0
 SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError, MemoryError)
 """Errors of a damaged file: also undecodable messages and impossible lengths."""
-JOURNAL_VERSION = 2
-"""Version of the tables; other versions are deleted."""
+JOURNAL_VERSION = 2  # version of the tables; other versions are deleted
 
 
 class JournalUnavailable(ArborError):
@@ -320,8 +317,7 @@ class CallJournal:
     """
 
     def __init__(self, path: Path | None):
-        self.server_id = uuid.uuid4().hex
-        """Id of this server process."""
+        self.server_id = uuid.uuid4().hex  # id of this server process
         try:
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -13,14 +13,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from arborl.errors import ConfigError
 from arborl.types import ToolResult, ToolSpec
 
-VISIBLE_ASCII = r"^[!-~]+$"
-"""Keys and session names: valid in paths, files and logs."""
-MAX_DEPTH = 64
-"""Nesting depth of lists and objects."""
-MAX_VALUES = 2**16
-"""Values and keys of a request."""
-MAX_ARGUMENT_VALUES = 2**13
-"""Values and keys of the arguments, which the event loop validates."""
+VISIBLE_ASCII = r"^[!-~]+$"  # keys and session names: valid in paths, files and logs
+MAX_DEPTH = 64  # nesting depth of lists and objects
+MAX_VALUES = 2**16  # values and keys of a request
+MAX_ARGUMENT_VALUES = 2**13  # values and keys of the arguments, which the event loop validates
 
 
 def check_depth(value: dict[str, Any]) -> dict[str, Any]:
@@ -64,8 +60,7 @@ class CallRequest(StrictModel):
     """Idempotency key: a repeated request gets the stored response."""
     session: str | None = Field(None, max_length=200, pattern=VISIBLE_ASCII)
     """Calls of one session share the state of stateful tools."""
-    fields: TaskFields = Field(default_factory=dict)
-    """Task fields that the tool needs."""
+    fields: TaskFields = Field(default_factory=dict)  # task fields that the tool needs
 
     @cached_property
     def digest(self) -> str:
@@ -79,8 +74,7 @@ class CallResponse(StrictModel):
     ok: bool
     kind: str
     seconds: float
-    replayed: bool = False
-    """The stored response of an earlier request."""
+    replayed: bool = False  # the stored response of an earlier request
 
     @classmethod
     def of(cls, result: ToolResult) -> CallResponse:
@@ -96,8 +90,7 @@ class ToolDescription(StrictModel):
     parameters: dict[str, Any]
     stateful: bool = False
     terminal: bool = False
-    fields: list[str] = Field(default_factory=list)
-    """Task fields to send with each call."""
+    fields: list[str] = Field(default_factory=list)  # task fields to send with each call
 
     @property
     def spec(self) -> ToolSpec:
@@ -123,8 +116,7 @@ class LimitRequest(StrictModel):
     name: str = Field(max_length=200)
     per_minute: float = Field(ge=0.001, le=1e9, allow_inf_nan=False)
     burst: int = Field(1, ge=1, le=1_000_000)
-    timeout: float = Field(30.0, ge=0, le=600, allow_inf_nan=False)
-    """Respond within this many seconds, granted or not."""
+    timeout: float = Field(30.0, ge=0, le=600, allow_inf_nan=False)  # respond within this many seconds, granted or not
 
 
 class LimitResponse(StrictModel):
@@ -132,8 +124,7 @@ class LimitResponse(StrictModel):
 
 
 class HealthResponse(StrictModel):
-    status: str
-    """`ok` or `draining`."""
+    status: str  # `ok` or `draining`
     running: int
     waiting: int
     sandbox: str | None = None

@@ -51,8 +51,7 @@ if TYPE_CHECKING:
 
 MAX_RATE_LIMITS = 1000
 BODY_BOUNDS = JsonBounds(depth=MAX_DEPTH + 2, values=MAX_VALUES)
-MAX_INLINE_PARSE = 2**16
-"""Larger bodies are parsed in a thread."""
+MAX_INLINE_PARSE = 2**16  # larger bodies are parsed in a thread
 MAX_NAMED_ERRORS = 20
 RESPONSES: dict[int | str, dict[str, Any]] = {
     401: {"model": ErrorResponse, "description": "wrong or missing API key; nothing was run"},

@@ -1,4 +1,4 @@
-"""`render_save_dir` really holds pictures: of training and validation episodes, the model's words beside the frames."""
+"""`track.render_every` draws training and validation episodes, with the messages of the model beside the frames."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ def folder(tmp_path_factory):
         steps=5,
         output_dir=home / "run",
         **{
-            "track.render_save_dir": home / "frames",
             "track.render_every": 2,
-            "track.gifs": 0,
+            "track.gifs": 2,
             "track.tensorboard": False,
             "rollout.tasks_per_step": 2,
             "rollout.group_size": 3,
@@ -36,7 +35,7 @@ def folder(tmp_path_factory):
             "model.device": "cpu",
         },
     )
-    return home / "frames"
+    return home / "run" / "frames"
 
 
 def test_training_episodes_are_drawn_every_so_many_steps(folder):
