@@ -66,17 +66,6 @@ def test_loss_and_gradient_equal_those_of_the_loss_written_out(name, which, seed
     assert own_gradient(algorithm, new, batch_of(terms)) == pytest.approx(expected.numpy(), abs=1e-9)
 
 
-def test_dpo_golden_values():
-    # gains 2 - 1 = 1 apart, beta 0.5: each term of the better one is pulled by 0.5 * sigmoid(-0.5)
-    groups = [group(episode(1.0, tokens=1), episode(0.0, tokens=1))]
-    algorithm = Recipe(AlgorithmConfig(name="dpo", beta=0.5))
-    terms = algorithm.credit(groups, dataclasses.replace(terms_of(groups), reference=np.array([-3.0, -2.0])))
-    new = torch.tensor([-1.0, -1.0]).double().requires_grad_()
-    pull = 0.5 / (1 + np.exp(0.5))
-    assert own_gradient(algorithm, new, batch_of(terms)).tolist() == pytest.approx([-pull, pull])
-    assert own_loss(algorithm, new, batch_of(terms)).item() == pytest.approx(np.log(1 + np.exp(-0.5)))
-
-
 def test_groups_may_be_prepared_one_by_one():
     # a micro-batch holds whole groups, never part of one
     for name in ("dpo", "ipo", "kto", "gspo"):

@@ -23,7 +23,7 @@ from arborl.algorithms.token_losses import ModelOutputs, TermBatch
 from arborl.config.run_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.attention.path_selection import CHECK_STEM, PathSelector, sample_micro_batch
-from arborl.learner.core.checkpoint_files import SHARDS, Snapshot, checkpoint_tensors, load_checkpoint, load_sharded
+from arborl.learner.core.checkpoint_files import Snapshot, checkpoint_tensors, load_checkpoint
 from arborl.learner.core.interface import BaseLearner
 from arborl.learner.core.offload import HostCopier, OffloadedModel
 from arborl.learner.core.optimizer import (
@@ -130,8 +130,7 @@ class Learner(BaseLearner):
             self.critic.trained_parameters().values() if self.critic else (),
             (self.lr, config.critic_lr or self.lr * (1 if separate else 10)),
         )
-        self.pending_snapshot: Snapshot | None = None
-        """The snapshot whose copies from the device may still be running."""
+        self.pending_snapshot: Snapshot | None = None  # the snapshot whose copies from the device may still be running
         self.done = 0
         """Optimizer steps of the run so far, including those of skipped updates: the schedule follows the run."""
 
@@ -149,12 +148,10 @@ class Learner(BaseLearner):
 
     @property
     def steps(self) -> int:
-        """Optimizer steps per update."""
         return self.config.epochs * self.config.minibatches
 
     @property
     def lr_factor(self) -> float:
-        """The factor of the learning rates at the next step."""
         before = self.first.count * self.steps
         if self.done < before:
             return self.first.lr / self.lr
@@ -164,8 +161,6 @@ class Learner(BaseLearner):
     def minibatches_of(self, trees: Sequence[TokenTree]) -> list[Ints]:
         """The tree numbers of each mini-batch, in parts of nearly equal count."""
         return np.array_split(np.arange(len(trees)), self.config.minibatches)
-
-    # -------------------------------------------------------------------------------------------- without gradient
 
     def score_terms(
         self, trees: Sequence[TokenTree], terms: Terms, needs: AlgorithmNeeds, cut: Ints | None = None
@@ -264,10 +259,8 @@ class Learner(BaseLearner):
     def _finish_copies(self) -> None:
         """Call before weights change: later GPU work waits for the copies of a snapshot."""
         if self.pending_snapshot is not None:
-            self.pending_snapshot.block_stream()
+            self.pending_snapshot.copied.block_stream()
             self.pending_snapshot = None
-
-    # -------------------------------------------------------------------------------------------- with gradient
 
     def update(
         self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm, names: Sequence[str] = ()
@@ -302,12 +295,8 @@ class Learner(BaseLearner):
         return combine_metrics(values)
 
     def _step(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm, whole: float) -> Metrics:
-        """One optimizer step from the gradients of all micro-batches and ranks.
-
-        Args:
-            whole: the number of units (`Algorithm.count`) of the update over all ranks, by which weights are
-                normalized.
-        """
+        """One optimizer step from the gradients of all micro-batches and ranks. Weights are normalized by `whole`, the
+        number of units (`Algorithm.count`) of the update over all ranks."""
         share = whole / max(self.batch_group.sum(algorithm.count(terms)), 1.0)
         sums = self._compute_gradients(trees, terms, algorithm, share)
         metrics = sums.metrics(self.batch_group)
@@ -436,8 +425,6 @@ class Learner(BaseLearner):
 
         return natural_step(policy, kl, surrogate, before, settings)
 
-    # -------------------------------------------------------------------------------------------- checkpoints
-
     def weights(self) -> dict[str, Tensor]:
         return dict(self.model.state_dict())
 
@@ -451,10 +438,7 @@ class Learner(BaseLearner):
         return made
 
     def load(self, folder: Path) -> None:
-        if (folder / SHARDS).is_dir():
-            load_sharded(self, folder)
-        else:
-            load_checkpoint(self, folder)
+        load_checkpoint(self, folder)
 
     def close(self) -> None:
         """Nothing to stop: there are no further ranks."""
