@@ -90,20 +90,14 @@ def _clipped(ratio_M: Tensor, advantage_M: Tensor, low: float, high: float, dual
     gain_M = torch.minimum(free_M, bound_M)
     if dual is not None:
         gain_M = torch.where(advantage_M < 0, torch.maximum(gain_M, dual * advantage_M), gain_M)
-    return -gain_M, {
-        "policy/ratio": ratio_M.detach(),
-        "policy/clipped": (bound_M < free_M).detach().float(),
-    }
+    return -gain_M, {"policy/ratio": ratio_M.detach(), "policy/clipped": (bound_M < free_M).detach().float()}
 
 
 def cispo(new_M: Tensor, old_M: Tensor, advantage_M: Tensor, clip_high: float = 4.0) -> LossParts:
     """-min(r, 1 + clip_high).detach() A new: no token's gradient is dropped (CISPO, MiniMax-M1, arXiv 2506.13585)."""
     ratio_M = ratio(new_M - old_M).detach()
     clipped_M = ratio_M.clamp(max=1 + clip_high)
-    return -clipped_M * advantage_M * new_M, {
-        "policy/ratio": ratio_M,
-        "policy/clipped": (clipped_M < ratio_M).float(),
-    }
+    return -clipped_M * advantage_M * new_M, {"policy/ratio": ratio_M, "policy/clipped": (clipped_M < ratio_M).float()}
 
 
 def sapo(

@@ -40,14 +40,7 @@ from arborl.errors import ConfigError
 from arborl.learner.core.offload import HostCopier, HostCopy
 from arborl.learner.core.optimizer import LOW_PRECISION, local_shard
 from arborl.learner.distributed.rank_group import ORDER_TIMEOUT
-from arborl.learner.distributed.strategy import (
-    MOMENTS,
-    State,
-    as_shard,
-    full_shape,
-    optimizer_order,
-    shard_of,
-)
+from arborl.learner.distributed.strategy import MOMENTS, State, as_shard, full_shape, optimizer_order, shard_of
 from arborl.models.lora import adapter_tensor_name, adapter_tensors, has_lora, save_adapter
 from arborl.models.model_loading import weight_loading
 

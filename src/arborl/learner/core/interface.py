@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 
 from arborl.algorithms.recipe import Algorithm, AlgorithmNeeds
 from arborl.config.run_config import LearnerConfig
+from arborl.learner.core.packing import Trees
 from arborl.learner.core.update_metrics import TermLog
 from arborl.models.lora import export_merged, has_lora
-from arborl.types import Ints, Metrics, Terms, TokenTree
+from arborl.types import Ints, Metrics, Terms
 
 if TYPE_CHECKING:
     from arborl.learner.core.checkpoint_files import ShardedSnapshot, Snapshot
@@ -33,26 +34,22 @@ class BaseLearner(ABC):
         """Select and check the execution paths now instead of in the first update."""
 
     @abstractmethod
-    def score_terms(
-        self, trees: Sequence[TokenTree], terms: Terms, needs: AlgorithmNeeds, cut: Ints | None = None
-    ) -> Terms:
+    def score_terms(self, trees: Trees, terms: Terms, needs: AlgorithmNeeds, cut: Ints | None = None) -> Terms:
         """The terms with the columns that `needs` names, computed before the update. `cut` are the rows of the last
         terms of truncated episodes; the critic also scores the state after them."""
 
     @abstractmethod
-    def logprobs(self, trees: Sequence[TokenTree], terms: Terms) -> Tensor:
+    def logprobs(self, trees: Trees, terms: Terms) -> Tensor:
         """Log-probability of every term under the current weights."""
 
     @abstractmethod
-    def update(
-        self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm, names: Sequence[str] = ()
-    ) -> Metrics:
+    def update(self, trees: Trees, terms: Terms, algorithm: Algorithm, names: Sequence[str] = ()) -> Metrics:
         """Train on the batch: `epochs` passes of `minibatches` optimizer steps, each over whole trees; the loss of a
         step is the mean over its mini-batch. Groups with non-finite numbers are dropped, and named by the episodes'
         ids in `names`. If no term remains, the weights stay as they are and the metrics give the reason."""
 
     @abstractmethod
-    def backward(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm) -> Metrics:
+    def backward(self, trees: Trees, terms: Terms, algorithm: Algorithm) -> Metrics:
         """Compute the gradients of one batch without a step; return the loss and the means of the logged quantities."""
 
     @abstractmethod

@@ -34,7 +34,7 @@ from arborl.learner.core.optimizer import (
     local_shard,
     lr_factor,
 )
-from arborl.learner.core.packing import MicroBatch, has_split_tree, token_positions
+from arborl.learner.core.packing import MicroBatch, Trees, has_split_tree, token_positions
 from arborl.learner.core.teacher import RemoteTeacher, Teacher, warn_if_same_model
 from arborl.learner.core.tree_forward import (
     Critic,
@@ -60,7 +60,7 @@ from arborl.models.lora import adapter_copy, dropout_on, has_lora, with_adapter
 from arborl.models.model_loading import compute_device
 from arborl.models.output_heads import CriticInit
 from arborl.seeds import derive
-from arborl.types import Floats, Ints, Metrics, Sampling, Terms, TokenTree
+from arborl.types import Floats, Ints, Metrics, Sampling, Terms
 
 log = logging.getLogger(__name__)
 
@@ -158,13 +158,11 @@ class Learner(BaseLearner):
         total = max(self.total_steps * self.steps - before, 0)
         return lr_factor(self.config, self.done - before, total, self.config.min_lr / self.lr)
 
-    def minibatches_of(self, trees: Sequence[TokenTree]) -> list[Ints]:
+    def minibatches_of(self, trees: Trees) -> list[Ints]:
         """The tree numbers of each mini-batch, in parts of nearly equal count."""
         return np.array_split(np.arange(len(trees)), self.config.minibatches)
 
-    def score_terms(
-        self, trees: Sequence[TokenTree], terms: Terms, needs: AlgorithmNeeds, cut: Ints | None = None
-    ) -> Terms:
+    def score_terms(self, trees: Trees, terms: Terms, needs: AlgorithmNeeds, cut: Ints | None = None) -> Terms:
         """See `BaseLearner.score_terms`. `needs.anchor` costs no pass in an update of one step, which computes it."""
         columns: dict[str, Floats] = {}
         proximal = needs.proximal or (needs.anchor and self.steps > 1)
@@ -188,7 +186,7 @@ class Learner(BaseLearner):
             columns["teacher"] = self._teacher_logprobs(trees, terms)
         return dataclasses.replace(terms, **columns)  # type: ignore[arg-type]
 
-    def _teacher_logprobs(self, trees: Sequence[TokenTree], terms: Terms) -> Floats:
+    def _teacher_logprobs(self, trees: Trees, terms: Terms) -> Floats:
         if self.teacher is None:
             raise ValueError("the algorithm needs a teacher, and this learner was created without one")
         if isinstance(self.teacher, RemoteTeacher):
@@ -199,18 +197,16 @@ class Learner(BaseLearner):
             warn_if_same_model(logprob - terms.logprob)
         return logprob
 
-    def logprobs(self, trees: Sequence[TokenTree], terms: Terms) -> Tensor:
+    def logprobs(self, trees: Trees, terms: Terms) -> Tensor:
         return torch.from_numpy(self._score(self.placed_policy, trees, terms)[0])
 
     @torch.no_grad()
-    def _score(
-        self, placed: PlacedModel, trees: Sequence[TokenTree], terms: Terms, value: bool = False
-    ) -> tuple[Floats, Floats]:
+    def _score(self, placed: PlacedModel, trees: Trees, terms: Terms, value: bool = False) -> tuple[Floats, Floats]:
         """Log-probabilities, and with `value` the critic's estimates."""
         if value:
             self._require_critic()
 
-        def run(trees: Sequence[TokenTree], terms: Terms) -> tuple[Floats, Floats]:
+        def run(trees: Trees, terms: Terms) -> tuple[Floats, Floats]:
             def work(batches: list[MicroBatch]) -> tuple[Floats, Floats]:
                 logprob, values = np.zeros(len(terms)), np.zeros(len(terms))
                 for batch in batches:
@@ -224,7 +220,7 @@ class Learner(BaseLearner):
 
             return self.micro_batcher.run(trees, terms, work, self.optimizer.zero_grad)
 
-        def run_in_lockstep(trees: Sequence[TokenTree], terms: Terms) -> tuple[Floats, Floats]:
+        def run_in_lockstep(trees: Trees, terms: Terms) -> tuple[Floats, Floats]:
             self.strategy.lockstep_group.any(True)
             return run(trees, terms)
 
@@ -262,9 +258,7 @@ class Learner(BaseLearner):
             self.pending_snapshot.copied.block_stream()
             self.pending_snapshot = None
 
-    def update(
-        self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm, names: Sequence[str] = ()
-    ) -> Metrics:
+    def update(self, trees: Trees, terms: Terms, algorithm: Algorithm, names: Sequence[str] = ()) -> Metrics:
         self._finish_copies()
         began, whole = self.done, self.batch_group.sum(algorithm.count(terms))
         self.done = began + self.steps
@@ -294,7 +288,7 @@ class Learner(BaseLearner):
         self.done = began + self.steps
         return combine_metrics(values)
 
-    def _step(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm, whole: float) -> Metrics:
+    def _step(self, trees: Trees, terms: Terms, algorithm: Algorithm, whole: float) -> Metrics:
         """One optimizer step from the gradients of all micro-batches and ranks. Weights are normalized by `whole`, the
         number of units (`Algorithm.count`) of the update over all ranks."""
         share = whole / max(self.batch_group.sum(algorithm.count(terms)), 1.0)
@@ -318,7 +312,7 @@ class Learner(BaseLearner):
             metrics["learner/memory_gib"] = torch.cuda.max_memory_allocated(self.place.device) / 2**30
         return metrics
 
-    def backward(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm) -> Metrics:
+    def backward(self, trees: Trees, terms: Terms, algorithm: Algorithm) -> Metrics:
         metrics = self._compute_gradients(trees, terms, algorithm, 1.0).metrics(self.batch_group)
         self.strategy.reduce_gradients(self.optimizer)
         return metrics
@@ -326,9 +320,7 @@ class Learner(BaseLearner):
     def gradients(self) -> dict[str, Tensor]:
         return {name: gradient.clone() for name, gradient in self.strategy.gradients(self)}
 
-    def _compute_gradients(
-        self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm, share: float
-    ) -> UpdateSums:
+    def _compute_gradients(self, trees: Trees, terms: Terms, algorithm: Algorithm, share: float) -> UpdateSums:
         def work(batches: list[MicroBatch]) -> UpdateSums:
             self.optimizer.zero_grad()
             for batch in batches:
@@ -357,7 +349,7 @@ class Learner(BaseLearner):
             if self.loss_scale.unscale(self.optimizer.present_gradients(), self.strategy.ranks):
                 return sums
 
-    def _trees_with_bad_gradient(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm) -> Ints:
+    def _trees_with_bad_gradient(self, trees: Trees, terms: Terms, algorithm: Algorithm) -> Ints:
         """Trees whose own gradient is not finite. All ranks go through the same trees: passes may be collective."""
         bad = []
         everywhere = self.batch_group.all_gather(np.unique(terms.tree).tolist())
@@ -406,7 +398,7 @@ class Learner(BaseLearner):
         return algorithm.prepare(new_M, with_proximal(terms_M, new_M, algorithm.needs))
 
     def _trust_region_step(
-        self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm, share: float, before: float
+        self, trees: Trees, terms: Terms, algorithm: Algorithm, share: float, before: float
     ) -> Metrics:
         settings = algorithm.trust_region
         assert settings is not None

@@ -47,7 +47,7 @@ class OffloadedOptimizerState:
         tensor that takes no memory."""
         self.moments: dict[nn.Parameter, dict[str, Tensor]] = {}
 
-    def master_of(self, parameter: nn.Parameter) -> nn.Parameter:
+    def master_of(self, parameter: Tensor) -> nn.Parameter:
         kept = self._keep(parameter.detach().float())
         placeholder = kept if self.gradients else torch.empty(1, device=self.device).expand(parameter.shape)
         master = nn.Parameter(placeholder)

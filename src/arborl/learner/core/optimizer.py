@@ -38,19 +38,14 @@ class MasterWeights:
             if not (keep_masters and parameter.dtype in LOW_PRECISION):
                 self.masters.append(parameter if here is parameter else nn.Parameter(here.detach()))
                 continue
-            master = (
-                offloaded.master_of(nn.Parameter(here, requires_grad=False))
-                if offloaded is not None
-                else nn.Parameter(here.detach().float())
-            )
+            master = nn.Parameter(here.detach().float()) if offloaded is None else offloaded.master_of(here)
             self.masters.append(master)
             parameter.register_post_accumulate_grad_hook(_move_to(master))
 
     def copy_to_model(self) -> None:
-        coarse = [(local_shard(p), m) for p, m in self.copied]
-        if coarse:
+        if copied := self.copied:
             with torch.no_grad():
-                torch._foreach_copy_([p for p, _ in coarse], [m for _, m in coarse])
+                torch._foreach_copy_([local_shard(p) for p, _ in copied], [m for _, m in copied])
 
     def collect(self) -> None:
         """After the last backward pass: take this rank's shard of the gradients of sharded parameters."""
@@ -156,13 +151,10 @@ class Optimizer:
 
     def gradients(self) -> list[Tensor]:
         """The gradients of all trained parameters, zeros for those that a batch did not reach."""
-        gradients = []
-        for part in self.parts.values():
-            for parameter in part.masters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                gradients.append(parameter.grad)
-        return gradients
+        for parameter in (master for part in self.parts.values() for master in part.masters):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return self.present_gradients()
 
     def step(self, scale: float, only: str | None = None) -> Metrics:
         """One step with `scale` times the learning rates, skipped if a gradient is not finite; `only` steps one part.

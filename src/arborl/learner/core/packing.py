@@ -23,6 +23,7 @@ MIN_SHARED_PREFIX = 16  # trees with fewer equal first tokens are not merged
 
 
 T = TypeVar("T")
+Trees = Sequence[TokenTree]
 
 
 def chunks(items: Iterable[T], fits: Callable[[list[T], T], bool]) -> Iterator[list[T]]:
@@ -76,11 +77,7 @@ class ForwardCosts:
 
 
 def split(
-    trees: Sequence[TokenTree],
-    terms: Terms,
-    budget: int,
-    as_rows: Callable[[TokenTree], bool] | None = None,
-    merge: bool = False,
+    trees: Trees, terms: Terms, budget: int, as_rows: Callable[[TokenTree], bool] | None = None, merge: bool = False
 ) -> list[MicroBatch]:
     """Micro-batches of at most `budget` tokens by first-fit decreasing; a longer single branch gets its own. Trees for
     which `as_rows` returns True are packed as plain rows, one per branch; with `merge`, trees with a common prefix
@@ -178,7 +175,7 @@ def has_split_tree(batches: Sequence[MicroBatch]) -> bool:
     return len(numbers) != len(set(numbers))
 
 
-def token_positions(trees: Sequence[TokenTree], terms: Terms) -> Ints:
+def token_positions(trees: Trees, terms: Terms) -> Ints:
     """The position of each term's own token in its tree: the child of the predicting token with that token."""
     found = []
     for number, position, token in zip(terms.tree, terms.position, terms.token, strict=True):
@@ -198,7 +195,7 @@ def prune_tree(tree: TokenTree, position: Ints) -> tuple[TokenTree, Ints]:
     return part, np.searchsorted(places, position)
 
 
-def pack(trees: Sequence[TokenTree], numbers: Sequence[int], terms: Terms) -> MicroBatch:
+def pack(trees: Trees, numbers: Sequence[int], terms: Terms) -> MicroBatch:
     return _assemble(
         [
             TreeSegment(number, np.arange(len(tree)), tree, np.flatnonzero(terms.tree == number))

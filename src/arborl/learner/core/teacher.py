@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from arborl.chat.tokenizer import FileTokenizer
 from arborl.config.run_config import RunConfig
 from arborl.errors import ConfigError
+from arborl.learner.core.packing import Trees
 from arborl.models.model_files import check_supported, read_model_config, resolve, stored_dtype
 from arborl.models.model_loading import load_model
 from arborl.types import Floats, Ints, Terms, TokenTree
@@ -103,7 +104,7 @@ class RemoteTeacher:
                 "tokenizer."
             )
 
-    def logprobs(self, trees: Sequence[TokenTree], terms: Terms) -> Floats:
+    def logprobs(self, trees: Trees, terms: Terms) -> Floats:
         sequences: list[Sequence[int]] = []
         places: dict[tuple[int, int, int], tuple[int, int]] = {}
         for number in np.unique(terms.tree):

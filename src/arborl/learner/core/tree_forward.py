@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import repeat
@@ -30,6 +30,7 @@ from arborl.learner.core.memory_forecast import logit_rows
 from arborl.learner.core.packing import (
     ForwardCosts,
     MicroBatch,
+    Trees,
     padding_micro_batch,
     prune_tree,
     rows_are_cheaper,
@@ -202,11 +203,11 @@ class PlacedModel:
         return ModelOutputs(logprob_M, entropy_M, rest[0] if rest else None)
 
 
-ScoreTerms = Callable[[Sequence[TokenTree], Terms], tuple[Floats, Floats]]
+ScoreTerms = Callable[[Trees, Terms], tuple[Floats, Floats]]
 """Two numbers per term: log-probability and value."""
 
 
-def score_separately(run: ScoreTerms, trees: Sequence[TokenTree], terms: Terms) -> tuple[Floats, Floats]:
+def score_separately(run: ScoreTerms, trees: Trees, terms: Terms) -> tuple[Floats, Floats]:
     """The result of `run`, repeated tree by tree and episode by episode where numbers are not finite: a NaN spreads
     to all tokens in the same attention call."""
     logprob, value = run(trees, terms)
@@ -237,7 +238,7 @@ class MicroBatcher:
         self.budget = config.micro_batch_tokens or (16_384 if self.cuda else 4_096)
         """Tokens per micro-batch; smaller than the setting after an out-of-memory error."""
 
-    def split(self, trees: Sequence[TokenTree], terms: Terms, square: bool = False) -> list[MicroBatch]:
+    def split(self, trees: Trees, terms: Terms, square: bool = False) -> list[MicroBatch]:
         """The batch in micro-batches; `square`: attention costs the square of each tree, so trees are not merged."""
         merge = self.kernel and not square  # the kernels skip pairs of tokens that do not see each other
         as_rows: Callable[[TokenTree], bool] | None = None
@@ -250,13 +251,7 @@ class MicroBatcher:
             batches += [padding_micro_batch()] * (max(self.lockstep.all_gather(len(batches))) - len(batches))
         return batches
 
-    def run(
-        self,
-        trees: Sequence[TokenTree],
-        terms: Terms,
-        work: Callable[[list[MicroBatch]], T],
-        undo: Callable[[], None],
-    ) -> T:
+    def run(self, trees: Trees, terms: Terms, work: Callable[[list[MicroBatch]], T], undo: Callable[[], None]) -> T:
         """Call `work` with the micro-batches. After an out-of-memory error, reduce the size and call it again."""
         failed = 0
         while True:

@@ -77,16 +77,12 @@ def make_learner(
     if config.strategy == "single":
         return spec.build(model, origin, teacher)
     if launched is not None and launched[1] > 1:
-        rendezvous = Rendezvous.from_launcher()
-        assert rendezvous is not None
-        return LearnerGroup(rendezvous, spec, model, None, origin, teacher)
+        return LearnerGroup(Rendezvous.from_launcher(), spec, model, None, origin, teacher)
+    rendezvous, info = Rendezvous.create(config.ranks, elsewhere.host if elsewhere is not None else "")
     if elsewhere is not None:
-        rendezvous, info = Rendezvous.create(config.ranks, elsewhere.host)
         elsewhere.start(info)
-        return LearnerGroup(rendezvous, spec, model, elsewhere, origin, teacher)
-    rendezvous, info = Rendezvous.create(config.ranks)
-    processes = RankProcesses(config.ranks, info, model.device.type, spec.threads)
-    return LearnerGroup(rendezvous, spec, model, processes, origin, teacher)
+    launcher = elsewhere or RankProcesses(config.ranks, info, model.device.type, spec.threads)
+    return LearnerGroup(rendezvous, spec, model, launcher, origin, teacher)
 
 
 def serve_launched_rank(config: LearnerConfig, device: str) -> bool:
@@ -97,9 +93,9 @@ def serve_launched_rank(config: LearnerConfig, device: str) -> bool:
         return False
     check_ranks(config, device)
     kind = device_of(device).type
-    rendezvous = Rendezvous.from_launcher()
-    assert rendezvous is not None
-    serve_rank(*launched, rendezvous, f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if kind == "cuda" else kind)
+    serve_rank(
+        *launched, Rendezvous.from_launcher(), f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if kind == "cuda" else kind
+    )
     return True
 
 

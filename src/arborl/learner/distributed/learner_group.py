@@ -42,7 +42,7 @@ from arborl.algorithms.recipe import Algorithm, AlgorithmNeeds
 from arborl.errors import ConfigError, LearnerRankLost
 from arborl.learner.core.checkpoint_files import ShardedSnapshot, Snapshot
 from arborl.learner.core.interface import BaseLearner
-from arborl.learner.core.packing import ForwardCosts
+from arborl.learner.core.packing import ForwardCosts, Trees
 from arborl.learner.core.teacher import Teacher
 from arborl.learner.core.tree_forward import model_costs
 from arborl.learner.distributed.rank_group import close_connections_to
@@ -104,9 +104,7 @@ class LearnerGroup(BaseLearner):
     def check_paths(self) -> None:
         """Every rank has checked its execution paths before its model was sharded."""
 
-    def score_terms(
-        self, trees: Sequence[TokenTree], terms: Terms, needs: AlgorithmNeeds, cut: Ints | None = None
-    ) -> Terms:
+    def score_terms(self, trees: Trees, terms: Terms, needs: AlgorithmNeeds, cut: Ints | None = None) -> Terms:
         parts = self._parts(trees, terms)
         cuts = [None if cut is None else np.flatnonzero(np.isin(rows, cut)) for *_, rows in parts]
         args = [(trees, terms, needs, cut) for (trees, terms, _), cut in zip(parts, cuts, strict=True)]
@@ -117,16 +115,14 @@ class LearnerGroup(BaseLearner):
                 column[rows] = getattr(part, name)
         return dataclasses.replace(terms, **columns)
 
-    def logprobs(self, trees: Sequence[TokenTree], terms: Terms) -> Tensor:
+    def logprobs(self, trees: Trees, terms: Terms) -> Tensor:
         parts, logprob = self._parts(trees, terms), np.zeros(len(terms))
         results = self._call("logprobs", [(trees, terms) for trees, terms, _ in parts])
         for (*_, rows), part in zip(parts, results, strict=True):
             logprob[rows] = part.numpy()
         return torch.from_numpy(logprob)
 
-    def update(
-        self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm, names: Sequence[str] = ()
-    ) -> Metrics:
+    def update(self, trees: Trees, terms: Terms, algorithm: Algorithm, names: Sequence[str] = ()) -> Metrics:
         self.fresh = False
         parts = self._parts(trees, terms)
         results = self._call("update", [(trees, terms, algorithm, names, self.term_log) for trees, terms, _ in parts])
@@ -135,7 +131,7 @@ class LearnerGroup(BaseLearner):
                 self.term_log.merge(log)
         return results[0][0] | {"learner/ranks": float(self.rendezvous.count), "learner/imbalance": self.imbalance}
 
-    def backward(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm) -> Metrics:
+    def backward(self, trees: Trees, terms: Terms, algorithm: Algorithm) -> Metrics:
         return self._call("backward", [(trees, terms, algorithm) for trees, terms, _ in self._parts(trees, terms)])[0]
 
     def gradients(self) -> dict[str, Tensor]:
@@ -196,7 +192,7 @@ class LearnerGroup(BaseLearner):
             self._guard(lambda: self.worker.publish(self.model))
         self.fresh = True
 
-    def _parts(self, trees: Sequence[TokenTree], terms: Terms) -> list[tuple[Sequence[TokenTree], Terms, Ints]]:
+    def _parts(self, trees: Trees, terms: Terms) -> list[tuple[Trees, Terms, Ints]]:
         count = self.rendezvous.count
         if not self.learner.strategy.splits_batch:
             self.imbalance = 0.0
@@ -282,7 +278,7 @@ EMPTY_TREE = TokenTree(*[np.zeros(0, dtype=np.int64)] * 3)
 """Placeholder for trees of other ranks, so that tree numbers stay those of the batch."""
 
 
-def tree_work(trees: Sequence[TokenTree], terms: Terms, costs: ForwardCosts) -> Floats:
+def tree_work(trees: Trees, terms: Terms, costs: ForwardCosts) -> Floats:
     """Multiplications per layer of each tree; 0 for a tree without terms, which is not run."""
     work = np.zeros(len(trees))
     for number in np.unique(terms.tree):
@@ -317,9 +313,7 @@ def assign_balanced(work: Floats, ranks: int) -> Ints:
     return owner
 
 
-def tree_owners(
-    trees: Sequence[TokenTree], terms: Terms, ranks: int, minibatches: Sequence[Ints], costs: ForwardCosts
-) -> Ints:
+def tree_owners(trees: Trees, terms: Terms, ranks: int, minibatches: Sequence[Ints], costs: ForwardCosts) -> Ints:
     """The rank of each tree, balanced within each mini-batch. A tree stays whole on its rank, which splits it if it is
     larger than a micro-batch: losses over whole groups are computed on one rank, and no episode is counted twice."""
     work, owner = tree_work(trees, terms, costs), np.zeros(len(trees), dtype=np.int64)
@@ -328,16 +322,14 @@ def tree_owners(
     return owner
 
 
-def rank_part(
-    trees: Sequence[TokenTree], terms: Terms, owner: Ints, rank: int
-) -> tuple[Sequence[TokenTree], Terms, Ints]:
+def rank_part(trees: Trees, terms: Terms, owner: Ints, rank: int) -> tuple[Trees, Terms, Ints]:
     """The trees and terms of one rank, and their rows among all terms."""
     rows = np.flatnonzero(owner[terms.tree] == rank)
     own = [tree if owner[number] == rank else EMPTY_TREE for number, tree in enumerate(trees)]
     return own, terms.pick(rows), rows
 
 
-def imbalance(trees: Sequence[TokenTree], terms: Terms, owner: Ints, ranks: int, costs: ForwardCosts) -> float:
+def imbalance(trees: Trees, terms: Terms, owner: Ints, ranks: int, costs: ForwardCosts) -> float:
     """The largest work of a rank relative to the mean, minus 1."""
     load = np.bincount(owner, tree_work(trees, terms, costs), minlength=ranks)
     return float(load.max() / load.mean() - 1) if load.sum() > 0 else 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from arborl.errors import ConfigError
 from arborl.learner.core.checkpoint_files import ShardedCheckpointer
 from arborl.learner.core.learner import Learner
 from arborl.learner.core.optimizer import NO_INITIAL_UPDATES, InitialUpdates
+from arborl.learner.core.packing import Trees
 from arborl.learner.core.teacher import Teacher
 from arborl.learner.core.update_metrics import TermLog
 from arborl.learner.distributed.rendezvous import RankHeartbeatMonitor, Rendezvous
@@ -26,7 +28,7 @@ from arborl.learner.distributed.run_store import JoinInfo
 from arborl.learner.distributed.sharding import make_strategy
 from arborl.learner.distributed.strategy import Strategy
 from arborl.models.output_heads import CriticInit
-from arborl.types import Metrics, Sampling, Terms, TokenTree
+from arborl.types import Metrics, Sampling, Terms
 
 EXIT_LOST = 1  # exit code of a process whose learner is lost
 RUN_ENDED = "the run has ended"
@@ -62,6 +64,8 @@ class LearnerSpec:
 
 
 class RankWorker:
+    """The learner of one rank, with the methods that rank 0 calls on all ranks."""
+
     def __init__(self, learner: Learner):
         self.learner, self.checkpointer = learner, ShardedCheckpointer(learner)
 
@@ -70,7 +74,7 @@ class RankWorker:
         return getattr(self if hasattr(self, name) else self.learner, name)(*args)
 
     def update(
-        self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm, names: Sequence[str], log: TermLog | None
+        self, trees: Trees, terms: Terms, algorithm: Algorithm, names: Sequence[str], log: TermLog | None
     ) -> tuple[Metrics, TermLog | None]:
         self.learner.term_log = log
         return self.learner.update(trees, terms, algorithm, names), log
@@ -85,12 +89,12 @@ class RankWorker:
     def publish(self, into: PreTrainedModel | None = None) -> None:
         """Gather the trained parameters one by one; rank 0 copies them into its engine's model."""
         targets = dict(into.named_parameters()) if into is not None else {}
+        trained = [(name, p) for name, p in self.learner.model.named_parameters() if p.requires_grad]
         with torch.no_grad():
-            for name, parameter in self.learner.model.named_parameters():
-                if parameter.requires_grad:
-                    whole = self.learner.strategy.full_tensor(parameter)
-                    if into is not None:
-                        targets[name].copy_(whole)
+            for name, parameter in trained:
+                whole = self.learner.strategy.full_tensor(parameter)
+                if into is not None:
+                    targets[name].copy_(whole)
 
 
 def serve_rank(rank: int, count: int, where: JoinInfo | Rendezvous, device: str = "cpu") -> None:
@@ -147,7 +151,5 @@ def _receive() -> Any:
 
 def report_end(rendezvous: Rendezvous, rank: int, reason: str) -> None:
     """Store why a rank ends, for the monitors of other ranks."""
-    try:
+    with suppress(Exception):  # the store may be gone
         rendezvous.store.set(f"died/{rank}", reason)
-    except Exception:  # the store is gone
-        return

@@ -83,11 +83,9 @@ class Rendezvous:
         return cls(RunStore(info, seconds=START_TIMEOUT), rank, count)
 
     @classmethod
-    def from_launcher(cls) -> Rendezvous | None:
+    def from_launcher(cls) -> Rendezvous:
         """The rendezvous of all processes that torchrun or Accelerate has started. The launcher's store, which serves
         every client, is used only to find it."""
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ or "MASTER_ADDR" not in os.environ:
-            return None
         store, rank, count = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_TIMEOUT)))
         joined = join_launched(dist.PrefixStore("arborl", store), rank, lambda *args: cls.create(count, *args))
         return joined if isinstance(joined, Rendezvous) else cls.join(rank, count, joined)
@@ -146,6 +144,8 @@ def check_versions(ranks: list[dict[str, str]]) -> None:
 
 
 class RankHeartbeatMonitor:
+    """Sends this rank's heartbeat and checks others in a thread; calls `on_loss` once, with rank and reason."""
+
     def __init__(
         self,
         rendezvous: Rendezvous,

@@ -70,6 +70,8 @@ def perform(data: dist.Store, name: str, *args: Any) -> Any:
 
 
 class StoreServer:
+    """Serves a store at an address of this host, or without one at a Unix socket, for this user alone."""
+
     def __init__(self, host: str = "", secret: str = ""):
         self.data = dist.HashStore()
         self.connections: set[Connection] = set()

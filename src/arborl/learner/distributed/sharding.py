@@ -28,13 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -45,13 +39,7 @@ from arborl.learner.attention.path_selection import PathSelector
 from arborl.learner.core.optimizer import LOW_PRECISION, MasterWeights, Optimizer, parameter_groups, step_metrics
 from arborl.learner.core.tree_forward import PlacedModel, PolicyWithCritic
 from arborl.learner.distributed.rank_group import SINGLE_RANK, RankGroup
-from arborl.learner.distributed.strategy import (
-    MOMENTS,
-    State,
-    Strategy,
-    full_shape,
-    unsupported,
-)
+from arborl.learner.distributed.strategy import MOMENTS, State, Strategy, full_shape, unsupported
 from arborl.models.fast_forward import FAST_MODEL_CLASSES
 from arborl.models.model_loading import ComputeDevice, compute_device, set_compute_device
 from arborl.types import Metrics
