@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from arborl.config.run_config import LearnerConfig
-
-if TYPE_CHECKING:
-    from arborl.algorithms.recipe import AlgorithmNeeds
 
 GIB = 2**30
 OFFLOAD_CHUNK = 2**28  # offloaded master weights that are on the device at once: 3 GiB with their moments
@@ -25,6 +22,16 @@ MIN_CACHED_SEQUENCES = 64
 """With fewer sequences of full length in the engine's KV cache, sampling loses more time than the learner would with
 smaller micro-batches or gradient checkpointing."""
 LIBRARY_BYTES = int(1.5 * GIB)  # memory of CUDA libraries, and fragmentation
+
+
+class ModelNeeds(Protocol):
+    """The needs of an algorithm that take memory."""
+
+    @property
+    def value(self) -> bool: ...
+
+    @property
+    def reference(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +150,7 @@ class MemoryPlanner:
 
     sizes: ModelSizes
     config: LearnerConfig
-    needs: AlgorithmNeeds
+    needs: ModelNeeds
     context: int  # tokens of the longest branch, which is never split
     limit: int
     kv_token: int  # bytes of a token in the engine's KV cache; 0 without a local engine

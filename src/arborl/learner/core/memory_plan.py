@@ -8,7 +8,6 @@ from contextlib import suppress
 import torch
 from transformers import PreTrainedModel
 
-from arborl.algorithms.recipe import AlgorithmNeeds
 from arborl.config.run_config import RunConfig
 from arborl.engines.local.kv_cache import default_kv_tokens, host_memory, token_bytes
 from arborl.learner.core.memory_forecast import (
@@ -16,6 +15,7 @@ from arborl.learner.core.memory_forecast import (
     MIN_CACHED_SEQUENCES,
     MemoryPlan,
     MemoryPlanner,
+    ModelNeeds,
     ModelSizes,
     learner_sizes,
     uses_fused_layers,
@@ -56,7 +56,7 @@ def model_sizes(model: PreTrainedModel) -> ModelSizes:
     )
 
 
-def plan_memory(model: PreTrainedModel, config: RunConfig, needs: AlgorithmNeeds) -> MemoryPlan:
+def plan_memory(model: PreTrainedModel, config: RunConfig, needs: ModelNeeds) -> MemoryPlan:
     """The memory plan of a run. On a CPU the configured sizes are used: its memory is shared with other processes."""
     context, engine, learner = config.sampling.max_context, config.engine, config.learner
     sizes, cuda = learner_sizes(model_sizes(model), learner.sharded), model.device.type == "cuda"
