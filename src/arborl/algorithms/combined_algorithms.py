@@ -125,20 +125,26 @@ class PerSourceAlgorithm(Algorithm):
             part.load_state(state.get(name, {}))
 
 
+def _of_inner(name: str) -> Any:
+    return property(lambda algorithm: getattr(algorithm.inner, name))
+
+
 class SourceWeightedAlgorithm(Algorithm):
     """Multiplies the weights of each source's terms by a factor, normalized to mean 1 over all episodes."""
 
-    needs: AlgorithmNeeds
-    whole: bool
-    trust_region: TrustRegionConfig | None
+    needs = _of_inner("needs")
+    whole = _of_inner("whole")
+    trust_region = _of_inner("trust_region")
+    keep = _of_inner("keep")
+    count = _of_inner("count")
+    prepare = _of_inner("prepare")
+    loss = _of_inner("loss")
+    metrics = _of_inner("metrics")
+    state = _of_inner("state")
+    load_state = _of_inner("load_state")
 
     def __init__(self, inner: Algorithm, weights: Mapping[str, float]):
         self.inner, self.weights = inner, dict(weights)
-
-    def __getattribute__(self, name: str) -> Any:
-        """All members but `credit` are those of the inner algorithm."""
-        own = name in ("inner", "weights", "credit") or name.startswith("__")
-        return super().__getattribute__(name) if own else getattr(self.inner, name)
 
     def credit(self, groups: Sequence[Group], terms: Terms) -> Terms:
         credited = self.inner.credit(groups, terms)

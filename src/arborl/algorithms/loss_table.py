@@ -127,7 +127,12 @@ def _episode_losses(now_M: Tensor, terms: TermBatch, config: AlgorithmConfig) ->
     return torch.stack([pull_E, loss_E / length_E], 1)[index_M].to(now_M.dtype)
 
 
-PREPARES: dict[str, Prepare] = {"gspo": _sequence_gap} | dict.fromkeys(("dpo", "ipo", "kto"), _episode_losses)
+PREPARES: dict[str, Prepare] = {
+    "gspo": _sequence_gap,
+    "dpo": _episode_losses,
+    "ipo": _episode_losses,
+    "kto": _episode_losses,
+}
 """The first part of losses over whole sequences."""
 
 

@@ -184,8 +184,8 @@ def lora_linear(module: nn.Module, x_NE: Tensor) -> Tensor:
     """Output of a layer for training; a plain adapter without active dropout uses `_LoraLinear`."""
     factors = lora_factors(module)
     base: Any = getattr(module, "base_layer", None)
-    dropouts: Any = module.lora_dropout.values() if factors is not None else ()
-    drops = any(isinstance(one, nn.Dropout) and one.training and one.p > 0 for one in dropouts)
+    dropouts: Any = module.lora_dropout if factors is not None else {}
+    drops = any(isinstance(one, nn.Dropout) and one.training and one.p > 0 for one in dropouts.values())
     if factors is None or drops or base.weight.requires_grad:
         out: Tensor = module(x_NE)
         return out

@@ -75,7 +75,7 @@ class Rendezvous:
     def create(cls, count: int, address: str = "", secret: str = "") -> tuple[Rendezvous, JoinInfo]:
         """On rank 0: a rendezvous that this process serves, and what the others need to join it."""
         server = StoreServer(address, secret)
-        server.data.set("nonce", secrets.token_bytes(32))
+        server.data.set("nonce", secrets.token_hex(32))
         return cls(RunStore(server.info, server, START_TIMEOUT), 0, count), server.info
 
     @classmethod
