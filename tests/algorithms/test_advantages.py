@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.algorithms import ADVANTAGES, Recipe
-from arborl.algorithms.episode_advantages import gdpo, grpo, maxrl, opo, rae, reinforce, remax, rloo, split_shares
+from arborl.algorithms.episode_advantages import gdpo, grpo, maxrl, opo, reinforce, remax, rloo, split_shares
 from arborl.algorithms.loss_table import by_episode, by_length, by_token
 from arborl.config.algorithm_config import GROUP_ADVANTAGES, AlgorithmConfig
 from arborl.rollout.token_trees import build_token_trees
@@ -107,9 +107,6 @@ def test_gdpo_golden_values_and_loop():
             for r, s in zip(right, short, strict=True)
         ]
         assert found[number] == pytest.approx(expected, abs=1e-12)
-    whole = np.concatenate(found)
-    after = np.concatenate(gdpo(columns, {"short": 0.3}, whiten=True))
-    assert after == pytest.approx(whole / (whole.std(ddof=1) + 1e-6), abs=1e-9)
     # a reward a thousand times larger does not drown the other
     small, large = np.array([1.0, 0.0, 0.0]), np.array([0.0, 0.0, 1000.0])
     a, b, c = gdpo({"small": [small], "large": [large]})[0]
@@ -131,20 +128,6 @@ def test_rae_moves_once_a_step_and_remembers():
     assert again.state()["baselines"] == pytest.approx({"ttt/x": 0.5, "ttt/o": 0.8})
 
 
-def test_rae_does_not_depend_on_the_order_of_episodes():
-    one, _ = rae([np.array([1.0, 0.0, 5.0])], ["a"], {"a": 0.3})
-    other, _ = rae([np.array([5.0, 1.0, 0.0])], ["a"], {"a": 0.3})
-    assert sorted(one[0]) == pytest.approx(sorted(other[0]))
-
-
-@pytest.mark.parametrize("std", ["none", "group", "batch"])
-@given(reward=REWARD, size=st.integers(1, 6), other=st.lists(REWARD, min_size=2, max_size=5))
-def test_a_group_of_one_and_a_flat_group_have_advantage_exactly_zero(std, reward, size, other):
-    one, flat, _ = grpo([np.array([reward]), np.full(size, reward), np.array(other)], std=std)
-    assert one.tolist() == [0.0]
-    assert flat.tolist() == [0.0] * size
-
-
 @pytest.mark.parametrize("name", sorted(GROUP_ADVANTAGES))
 @given(reward=st.floats(0, 1), size=st.integers(1, 4))
 def test_every_advantage_that_compares_gives_exactly_zero_to_one_alone_and_to_equals(name, reward, size):
@@ -158,12 +141,6 @@ def test_every_advantage_that_compares_gives_exactly_zero_to_one_alone_and_to_eq
     elif size == 1:
         assert not found[terms.tree == 0].any()
     assert found[terms.tree == 1].any()
-
-
-@given(st.lists(REWARD, min_size=2, max_size=8))
-def test_advantages_of_a_group_add_up_to_nothing(rewards):
-    for rule in (grpo, rloo):
-        assert rule([np.array(rewards)])[0].sum() == pytest.approx(0.0, abs=1e-9)
 
 
 def test_a_failed_episode_leaves_baseline_and_loss_together():
@@ -232,9 +209,6 @@ def test_named_rewards_reach_gdpo_with_the_kl_penalty_as_one_of_them():
     off = credited(groups, terms, advantage="gdpo", reward_weights={"b": 0.0})
     on = credited(groups, terms, advantage="gdpo", reward_weights={"b": 0.0}, kl={"coef": 0.1, "where": "reward"})
     assert not np.allclose(off, on)
-
-
-# ------------------------------------------------------------------------------------------------ whitening
 
 
 @pytest.mark.parametrize("name", [*ADVANTAGES])

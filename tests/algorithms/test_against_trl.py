@@ -27,11 +27,7 @@ from trl.trainer.utils import nanstd
 
 LENGTHS = (3, 1, 4, 2)
 LOCAL = SimpleNamespace(
-    num_processes=1,
-    device="cpu",
-    gather=lambda x: x,
-    gather_for_metrics=lambda x: x,
-    reduce=lambda x, reduction: x,
+    num_processes=1, device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x, reduce=lambda x, reduction: x
 )
 
 

@@ -34,9 +34,6 @@ def tanh_gate(new, old, advantage, tau: float = 1.0, tau_bad: float = 1.05):
     return -2 / t * (1 + torch.tanh(t / 2 * (ratio - 1))) * advantage, {"gate": ratio.detach()}
 
 
-# ------------------------------------------------------------------------------------------------ what they are given
-
-
 def test_custom_functions_equal_to_built_in_ones_give_equal_numbers():
     groups = random_groups(2)
     terms = terms_of(groups)
@@ -122,9 +119,6 @@ def test_a_method_and_an_object_that_can_be_called_are_functions_too():
     plain = np.array([e.reward for g in groups for e in g.episodes])[terms.episode]
     for made in (Shifted(2.0), Shifted(2.0).__call__):
         assert recipe(made).credit(groups, terms).advantage == pytest.approx(plain - 2.0)
-
-
-# ------------------------------------------------------------------------------------------------ what is wrong
 
 
 def no_gradient(new, advantage):

@@ -131,9 +131,6 @@ def test_gspo_over_calls_has_a_ratio_for_each_call():
     assert gaps["call"] == pytest.approx([0.1, 0.3, 0.3, 0.7])
 
 
-# ------------------------------------------------------------------------------------------------ bad input
-
-
 def test_flat_groups_are_skipped_only_when_asked():
     flat, live = group(episode(1.0), episode(1.0)), group(episode(1.0), episode(0.0))
     dead = group(episode(1.0, failed=True), episode(0.0, failed=True))
@@ -205,8 +202,6 @@ def test_an_episode_that_sampled_nothing_still_counts_in_the_mean():
     assert terms.advantage.tolist() == [0.5]
     assert terms.weight.tolist() == [1.0]
 
-
-# ------------------------------------------------------------------------------------------------ by source
 
 BOTH = AlgorithmConfig(
     name="grpo",

@@ -71,8 +71,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("learning", [{}, {"minibatches": 2}, {"epochs": 2}], ids=str)
-@pytest.mark.parametrize("settings", CASES, ids=str)
+SEVERAL_STEPS = [({"name": "gspo"}, {"minibatches": 2}), ({"name": "gspo"}, {"epochs": 2}), (CASES[4], {"epochs": 2})]
+
+
+@pytest.mark.parametrize(("settings", "learning"), [*((case, {}) for case in CASES), *SEVERAL_STEPS], ids=str)
 def test_on_policy_nothing_is_clipped(model, groups, settings, learning):
     share, metrics = clipped(model, groups, settings, **learning)
     assert metrics["policy/logprob_diff"] > 1e-4  # there is something to be mistaken about

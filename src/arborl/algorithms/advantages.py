@@ -16,11 +16,9 @@ from arborl.algorithms.reward_arrays import RewardArrays, kl_costs
 from arborl.config.algorithm_config import AlgorithmConfig
 from arborl.types import Floats, Group, Terms
 
-Memory = dict[str, Any]
-"""What an algorithm keeps from step to step, as JSON."""
+Memory = dict[str, Any]  # what an algorithm keeps from step to step, as JSON
 
-Credit = tuple[Floats, Floats | None]
-"""The advantage of every term, and the critic's target if there is a critic."""
+Credit = tuple[Floats, Floats | None]  # the advantage of every term, and the critic's target if there is a critic
 
 Advantage = Callable[[Sequence[Group], Terms, AlgorithmConfig, Memory], Credit]
 
@@ -123,8 +121,8 @@ def _turn_discounted(arrays: RewardArrays, config: AlgorithmConfig) -> Floats:
 
 
 def _reinforce_plus_plus(groups: Sequence[Group], terms: Terms, config: AlgorithmConfig, memory: Memory) -> Credit:
-    arrays = arrays_of(groups, terms, config, memory)
-    return turn_advantages.reinforce_plus_plus(arrays.reward_M, terms.episode), None
+    rewards = arrays_of(groups, terms, config, memory).reward_M
+    return turn_advantages.reinforce_plus_plus(rewards, terms.episode), None
 
 
 def _reinforce_plus_plus_baseline(
@@ -143,13 +141,13 @@ def _gae(groups: Sequence[Group], terms: Terms, config: AlgorithmConfig, memory:
     """A step is a token or a turn; in a turn the critic's value is that of its first token, and all tokens share the
     advantage. After the last step the value is 0, or for a truncated episode the critic's estimate (`terms.after`)."""
     arrays = arrays_of(groups, terms, config, memory)
-    advantage, target = np.zeros(len(terms)), np.zeros(len(terms))
+    advantage, target, reward_M = np.zeros(len(terms)), np.zeros(len(terms)), arrays.reward_M
     for rows in arrays.rows.values():
         if config.options.gae_level == "token":
             starts, step = np.arange(len(rows)), np.arange(len(rows))
         else:
             _, starts, step = np.unique(terms.turn[rows], return_index=True, return_inverse=True)
-        rewards = np.bincount(step, arrays.reward_M[rows]).astype(np.float64)
+        rewards = np.bincount(step, reward_M[rows]).astype(np.float64)
         ahead = float(np.nan_to_num(terms.after[rows[-1]])) if config.options.bootstrap else 0.0
         found = turn_advantages.gae(rewards, terms.value[rows][starts], config.gamma, config.options.gae_lambda, ahead)
         advantage[rows], target[rows] = found[0][step], found[1][step]
@@ -171,12 +169,11 @@ ADVANTAGES: dict[str, Advantage] = {
     ),
     "maxrl": per_episode(lambda arrays, config, memory: episode_advantages.maxrl(_rewards(arrays))),
     "gdpo": per_episode(
-        lambda arrays, config, memory: episode_advantages.gdpo(arrays.named, config.options.reward_weights)
+        lambda arrays, config, memory: episode_advantages.gdpo(arrays.named(), config.options.reward_weights)
     ),
     "gigpo": per_turn(_gigpo),
     "starpo": per_episode(_starpo),
     "step_reinforce": per_turn(_step_reinforce),
     "turn_discounted": per_turn(_turn_discounted),
     "rae": per_episode(_rae),
-}
-"""The settings that each reads are in `arborl.config.algorithm_config`."""
+}  # the settings that each reads are in `arborl.config.algorithm_config`

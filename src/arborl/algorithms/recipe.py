@@ -30,22 +30,14 @@ from arborl.types import Floats, Group, Metrics, Terms
 class AlgorithmNeeds:
     """What an algorithm needs to know about each term in addition to what the rollout recorded."""
 
-    proximal: bool = False
-    """Log-probabilities under the weights at the start of the update, before `credit`."""
-    anchor: bool = False
-    """The same, but only in the loss: the first step of the update computes them itself."""
-    reference: bool = False
-    """Log-probabilities under the frozen reference model."""
-    teacher: bool = False
-    """Log-probabilities under the teacher."""
-    value: bool = False
-    """The critic's estimates, and their gradient in the loss."""
-    entropy: bool = False
-    """The gradient of the entropy."""
-    greedy: bool = False
-    """One extra episode per task at temperature 0; its reward is `Group.greedy`."""
-    after: bool = False
-    """The critic's estimates after the last token of truncated episodes."""
+    proximal: bool = False  # log-probabilities under the weights at the start of the update, before `credit`
+    anchor: bool = False  # the same, but only in the loss: the first step of the update computes them itself
+    reference: bool = False  # log-probabilities under the frozen reference model
+    teacher: bool = False  # log-probabilities under the teacher
+    value: bool = False  # the critic's estimates, and their gradient in the loss
+    entropy: bool = False  # the gradient of the entropy
+    greedy: bool = False  # one extra episode per task at temperature 0; its reward is `Group.greedy`
+    after: bool = False  # the critic's estimates after the last token of truncated episodes
 
     def __or__(self, other: AlgorithmNeeds) -> AlgorithmNeeds:
         return AlgorithmNeeds(*(getattr(self, name) or getattr(other, name) for name in self.__slots__))
@@ -78,53 +70,32 @@ class Algorithm(Protocol):
         ...
 
     def count(self, terms: Terms) -> float:
-        """The number of units (episodes, tokens, calls or pairs) in these credited terms over which the loss is a mean.
-
-        The weights of `credit` are normalized over the whole batch; this count renormalizes them for a mini-batch.
-        """
+        """The number of units (episodes, tokens, calls or pairs) over which the loss of these terms is a mean: it
+        renormalizes the weights of `credit`, which are over the whole batch, for a mini-batch."""
         return float(len(np.unique(terms.episode)))
 
     def prepare(self, now_M: Tensor, terms: TermBatch) -> Tensor:
-        """Two numbers per term from the current log-probabilities (without gradient) of whole groups. Their meaning
-        depends on the
-        loss: GSPO's log-ratio; or a preference loss's derivative and the token's part of its value."""
+        """Two numbers per term from the current log-probabilities of whole groups: GSPO's log-ratio; or a preference
+        loss's derivative and the token's part of its value."""
         ...
 
-    def loss(self, outputs: ModelOutputs, terms: TermBatch) -> LossParts:
-        """The loss of every term."""
-        ...
+    def loss(self, outputs: ModelOutputs, terms: TermBatch) -> LossParts: ...
 
     def metrics(self) -> Metrics:
         """Metrics of the last `keep` and `credit`: `dropped/<reason>`, the current KL coefficient, …"""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """What it keeps from step to step, as JSON."""
-        ...
+    def state(self) -> dict[str, Any]: ...
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state`."""
-        ...
+    def load_state(self, state: dict[str, Any]) -> None: ...
 
 
 class Recipe(Algorithm):
-    """One advantage and one loss, built-in or custom, with the settings around them.
-
-    Args:
-        config: the settings.
-        find: returns a custom advantage or loss by name.
-        given: whether it learns from given rows, which no policy sampled.
-
-    Example:
-        algorithm = Recipe(AlgorithmConfig(name="gspo", kl={"coef": 0.01}))
-        kept = algorithm.keep(groups)
-        terms = algorithm.credit(kept, plant(kept).terms)
-    """
+    """One advantage and one loss, built-in or custom, with the settings around them."""
 
     def __init__(self, config: AlgorithmConfig, find: FindObject = load, given: bool = False):
         self.config, self.given = config, given
-        self.custom = custom_parts(config, find)
-        """The custom advantage and the custom loss."""
+        self.custom = custom_parts(config, find)  # the custom advantage and the custom loss
         self.memory: Memory = {}
         self.dropped: Metrics = {}
         self.credit_metrics: Metrics = {}
@@ -220,7 +191,6 @@ class Recipe(Algorithm):
         return dataclasses.replace(terms, weight=each / max(self.count(terms), 1.0))
 
     def _kto_kl(self, terms: Terms, mismatched_E: NDArray[np.bool_]) -> float:
-        """KTO's reference point under the weights at the start of the update."""
         gain_E = np.bincount(terms.episode, terms.proximal - terms.reference, minlength=len(mismatched_E))
         if not mismatched_E.any():
             raise ValueError("KTO on given rows needs completions of other prompts for its KL, and the batch has none")
@@ -296,6 +266,5 @@ class Recipe(Algorithm):
 
 
 def drop_metrics(dropped: Mapping[str, int], config: AlgorithmConfig) -> Metrics:
-    """The numbers of dropped episodes and groups by reason, including zeros."""
     known = dict.fromkeys(reasons(config), 0) | dict(dropped)
     return {f"dropped/{why}": float(count) for why, count in sorted(known.items())}

@@ -18,11 +18,8 @@ from arborl.types import Episode, Group
 
 
 def select(groups: Sequence[Group], config: AlgorithmConfig) -> tuple[list[Group], Counter[str]]:
-    """The groups to learn from, without unusable episodes, and the numbers of dropped ones by reason.
-
-    Reasons for episodes are counted in episodes, reasons for groups (`zero_variance`, `nothing_sampled`, …) in groups.
-    A group that loses no episode is returned as the same object.
-    """
+    """The groups to learn from, without unusable episodes, and the numbers of dropped ones by reason: episodes, or
+    groups for reasons such as `zero_variance`. A group that loses no episode is returned as the same object."""
     dropped: Counter[str] = Counter()
     kept = []
     for group in groups:
@@ -114,9 +111,6 @@ def _keep_pairs(group: Group, config: AlgorithmConfig, dropped: Counter[str]) ->
     return group if len(kept) == len(group.episodes) else dataclasses.replace(group, episodes=kept)
 
 
-# ------------------------------------------------------------------------------------------------ nothing to compare
-
-
 def _constant_rewards(episodes: Sequence[Episode], config: AlgorithmConfig) -> bool:
     return is_constant(np.array([episode.reward for episode in episodes]))
 
@@ -157,5 +151,4 @@ CONSTANT: dict[str, Callable[[Sequence[Episode], AlgorithmConfig], bool]] = {
     "gigpo": _constant_in_every_state,
     "starpo": _constant_trajectories,
     "step_reinforce": _constant_returns,
-}
-"""Advantages that compare something else than the episode's reward."""
+}  # advantages that compare something else than the episode's reward

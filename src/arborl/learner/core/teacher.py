@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from arborl.chat.tokenizer import FileTokenizer
 from arborl.config.run_config import RunConfig
 from arborl.errors import ConfigError
+from arborl.learner.core.packing import Trees
 from arborl.models.model_files import check_supported, read_model_config, resolve, stored_dtype
 from arborl.models.model_loading import load_model
 from arborl.types import Floats, Ints, Terms, TokenTree
@@ -31,38 +32,28 @@ log = logging.getLogger(__name__)
 
 TOKENIZER_SAMPLE = "Hello, world! 12 + 30 = 42\n\tdef f(x): return x ** 2  # \u00e9\u00df \u4f60\u597d"
 """A text on which both tokenizers are compared."""
-RETRY_STATUS = (408, 409, 429, 500, 502, 503, 504)
-"""HTTP status codes after which a request is repeated."""
+RETRY_STATUS = (408, 409, 429, 500, 502, 503, 504)  # HTTP status codes after which a request is repeated
 
 
-SAME_MODEL_GAP = 1e-2
-"""Log-probabilities that differ by less are those of the same model, apart from rounding."""
+CONCURRENCY, REQUEST_SECONDS = 16, 120.0  # concurrent requests; timeout of one attempt
+SAME_MODEL_GAP = 1e-2  # log-probabilities that differ by less are those of the same model, apart from rounding
 
 
 class RemoteTeacher:
     """A server with OpenAI's completions API that returns the log-probabilities of a prompt, as vLLM does
-    (`prompt_logprobs`) or as others do (`echo` with `logprobs`).
+    (`prompt_logprobs`) or as others do (`echo` with `logprobs`). A sequence whose request fails gets NaN: its
+    episode then fails. `url` goes up to `/v1`; `?model=NAME` selects a model, otherwise the first that the server
+    lists. The API key is that of `OPENAI_API_KEY`. `wait` are the seconds before the second attempt, doubled each
+    time."""
 
-    A sequence whose request fails gets NaN: its episode then fails with the teacher as the cause.
-
-    Args:
-        url: up to `/v1`; `?model=NAME` selects a model, otherwise the first that the server lists. The API key is read
-            from
-            the environment variable `OPENAI_API_KEY`.
-        concurrency: concurrent requests.
-        retries: further attempts when the server is busy or unreachable.
-        wait: seconds before the second attempt; doubled each time.
-        seconds: timeout of one attempt.
-    """
-
-    def __init__(self, url: str, concurrency: int = 16, retries: int = 3, wait: float = 1.0, seconds: float = 120.0):
+    def __init__(self, url: str, retries: int = 3, wait: float = 1.0):
         parts = urlsplit(url)
         self.url = url
         base = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
         key = os.environ.get("OPENAI_API_KEY", "")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.client = httpx.Client(base_url=base, headers=headers, timeout=seconds)
-        self.concurrency, self.retries, self.wait = concurrency, retries, wait
+        self.client = httpx.Client(base_url=base, headers=headers, timeout=REQUEST_SECONDS)
+        self.retries, self.wait = retries, wait
         self.model = (parse_qs(parts.query).get("model") or [""])[0]
 
     def check(self, tokenizer: FileTokenizer, max_context: int) -> None:
@@ -114,8 +105,7 @@ class RemoteTeacher:
                 "tokenizer."
             )
 
-    def logprobs(self, trees: Sequence[TokenTree], terms: Terms) -> Floats:
-        """The log-probability of every term."""
+    def logprobs(self, trees: Trees, terms: Terms) -> Floats:
         sequences: list[Sequence[int]] = []
         places: dict[tuple[int, int, int], tuple[int, int]] = {}
         for number in np.unique(terms.tree):
@@ -124,7 +114,7 @@ class RemoteTeacher:
                 for at, (place, token) in enumerate(zip(path[:-1].tolist(), ids[1:].tolist(), strict=True), 1):
                     places[int(number), place, token] = len(sequences), at
                 sequences.append(ids.tolist())
-        with ThreadPoolExecutor(self.concurrency) as pool:
+        with ThreadPoolExecutor(CONCURRENCY) as pool:
             logprobs = list(pool.map(self._sequence_logprobs, sequences))
         keys = zip(terms.tree.tolist(), terms.position.tolist(), terms.token.tolist(), strict=True)
         return np.array([logprobs[row][at] for row, at in (places[key] for key in keys)], dtype=np.float64)
@@ -184,7 +174,6 @@ def open_teacher(name: str, student: Path, device: str, max_context: int) -> Tea
 
 
 def warn_if_same_model(gap: Floats) -> None:
-    """Warn if the teacher's log-probabilities equal the policy's."""
     if len(gap) and not np.isnan(gap).all() and np.nanmax(np.abs(gap)) < SAME_MODEL_GAP:
         log.warning(
             "the teacher's log-probabilities equal the policy's, so the loss is 0. Write another model as "
@@ -193,7 +182,6 @@ def warn_if_same_model(gap: Floats) -> None:
 
 
 def branch_paths(tree: TokenTree) -> list[Ints]:
-    """The token positions of every branch, from the root to its leaf."""
     leaves = np.flatnonzero(tree.end == np.arange(len(tree)) + 1)
     return [np.flatnonzero((np.arange(len(tree)) <= leaf) & (leaf < tree.end)) for leaf in leaves.tolist()]
 
