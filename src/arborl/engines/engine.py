@@ -29,9 +29,7 @@ class TokenListener(Protocol):
     top: int
     """Number of likeliest tokens to report at each position; 0 for none."""
 
-    def __call__(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> None:
-        """A token, its log-probability, and the likeliest tokens with theirs."""
-        ...
+    def __call__(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> None: ...
 
 
 class Engine(ABC):
@@ -46,9 +44,7 @@ class Engine(ABC):
     shares_threads: bool = False
     """Whether sampling during an update uses torch's CPU threads: learner and engine then get half of them each."""
     can_pause: bool = False
-    """Whether `pause` and `resume` have an effect."""
     can_stream: bool = False
-    """Whether `generate` takes a `listener`."""
     chat: ChatFunction | None = None
     """For servers that take messages and no token ids; such an engine can be evaluated and not trained."""
 
@@ -82,7 +78,6 @@ class Engine(ABC):
         """Free memory and threads. Pending requests raise EngineError."""
 
     def metrics(self) -> Metrics:
-        """Counters since the last call."""
         return {}
 
     def warm_up(self, sampling: Sampling) -> None:  # noqa: B027
@@ -105,13 +100,6 @@ def completion_versions(versions: Sequence[int], default: int) -> tuple[int, tup
 
 
 def default_cache_tokens(device: str, memory: int, token_bytes: int, context: int) -> int:
-    """Default KV cache size in tokens: a share of the memory, at most `MAX_SEQUENCES` full sequences.
-
-    Args:
-        device: type of the device: `cpu`, `cuda`, …
-        memory: bytes of the host, or free bytes of the GPU.
-        token_bytes: bytes of one token's keys and values.
-        context: maximum tokens of a sequence.
-    """
+    """Default KV cache size in tokens: a share of the memory, at most `MAX_SEQUENCES` full sequences."""
     share = int(memory * MEMORY_SHARE.get(device, 0.1)) // token_bytes
     return max(context, min(share, MAX_SEQUENCES.get(device, 128) * context))

@@ -52,7 +52,6 @@ class ScriptedEngine(Engine):
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, session: str, listener: TokenListener | None = None
     ) -> Completion:
-        """A reply, cut at `max_tokens` or behind the first stop text."""
         if self.closed:
             raise EngineError("the engine is closed; make another")
         read_prompt(prompt)

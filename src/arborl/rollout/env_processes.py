@@ -43,11 +43,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
-"""Time between two checks for overdue requests."""
 MAX_LOSSES = 8
 """Processes that an episode may lose before it fails."""
 START_SECONDS = 60.0
-"""Time in which a process must start."""
 UNSAFE = "--allow-unsafe"
 """Passes `sandbox.allow_unsafe` on to the process."""
 MAKE, DROP, RANDOM = "make", "drop", "random"
@@ -60,8 +58,6 @@ class WorkerLost(ArborError):
 
 @dataclass(frozen=True, slots=True)
 class PendingRequest:
-    """A request without an answer."""
-
     outcome: Future[Any]
     where: str
     deadline: float
@@ -140,7 +136,6 @@ class EnvProcess(ABC):
         log.warning("a process of %d environments is lost; they are restarted in another: %s", self.num_envs, reason)
 
     def _fail_pending(self) -> None:
-        """Fail all pending requests after the process has ended."""
         with self.lock:
             self.lost = True
             pending, self.pending = self.pending, {}
@@ -164,8 +159,6 @@ def _set_outcome(outcome: Future[Any], value: Any, error: BaseException | None) 
 
 
 class LocalEnvProcess(EnvProcess):
-    """A process on this host, behind a pipe."""
-
     def __init__(self, alone: bool = False) -> None:
         super().__init__(alone, START_SECONDS)
         ours, theirs = socket.socketpair()
@@ -194,7 +187,6 @@ class LocalEnvProcess(EnvProcess):
         return f"its process is gone, exit code {self.child.poll()}"
 
     def _listen(self) -> None:
-        """Receive answers and check deadlines until the process ends."""
         last_check = time.monotonic()
         try:
             while True:
@@ -222,13 +214,7 @@ async def _wait_for(outcome: Future[Any]) -> Any:
 
 
 class ProcessPool:
-    """The processes of a rollout, started on demand.
-
-    Args:
-        per_process: environments in one process; 0 divides them among all processes.
-        most: largest number of processes; by default the number of cores.
-        start: starts a process; its argument is whether the process is for one environment alone.
-    """
+    """The processes of a rollout, started on demand."""
 
     def __init__(
         self, per_process: int = 0, most: int | None = None, start: Callable[[bool], EnvProcess] = LocalEnvProcess
@@ -288,12 +274,6 @@ class ProcessEnv(Env):
 
     It enforces the deadline of a call by killing the process. The time to start another process and to restore the
     state there does not count.
-
-    Args:
-        env: a new environment; it is pickled.
-        pool: of the processes.
-        where: name of the environment, for errors.
-        seconds: timeout of one call.
     """
 
     def __init__(self, env: Env, pool: ProcessPool, where: str, seconds: float):
@@ -495,7 +475,6 @@ class EnvServer:
 
 
 def serve(pipe: Connection) -> None:
-    """Answer requests until the pipe is closed."""
     server, lock = EnvServer(), threading.Lock()
 
     def answer(packed: bytes) -> None:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 IDLE_SECONDS = 10.0
-"""Time after which an idle thread ends."""
 OTHER_LOOP = re.compile(r"a different (event )?loop")
 OTHER_LOOP_ADVICE = (
     "An environment in a thread has its own event loop. Make objects of a loop (clients, locks) in reset(), "
@@ -57,7 +56,6 @@ class EnvThread:
         self.jobs.put(job)
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
-        """Run `function()` in the thread; an awaitable result is awaited there."""
         outcome: Future[Any] = Future()
         self.submit(lambda: _set_outcome(outcome, lambda: self.run_awaitable(function())))
         return outcome
@@ -142,14 +140,7 @@ class ThreadPool:
             self.idle.append(thread)
 
     def abandon(self, thread: EnvThread, last: Job, name: str, deadline: float) -> None:
-        """Stop waiting for the thread's call. When the call returns, the thread runs `last` and ends.
-
-        Args:
-            thread: the thread.
-            last: its last job.
-            name: of the environment.
-            deadline: of the call, in `time.monotonic()`.
-        """
+        """Stop waiting for the thread's call. When the call returns, the thread runs `last` and ends."""
         self.left.add(thread, name, deadline)
         self.num_abandoned += 1
         thread.end(last)
@@ -169,25 +160,17 @@ class ThreadPool:
 
 
 class ThreadEnv(EnvWrapper):
-    """An environment that is made and called in one thread.
-
-    Args:
-        pool: of the threads.
-        name: of the environment, for errors.
-        seconds: timeout of one call.
-    """
+    """An environment that is made and called in one thread."""
 
     def __init__(self, pool: ThreadPool, name: str, seconds: float):
         self.pool, self.name, self.seconds = pool, name, seconds
         self.thread: EnvThread | None = None
         self.deadline = 0.0
-        """Of the last call."""
         self.is_stuck = False
         """The last call was given up before it returned."""
         self.final_metrics: Metrics | None = None
 
     async def open(self, make: Callable[[], Env]) -> None:
-        """Make the environment in its thread."""
         try:
             async with boundary(self.name, self.seconds):
                 self.env = await self._call(make)
@@ -242,7 +225,6 @@ class ThreadEnv(EnvWrapper):
             self.is_stuck = outcome.cancelled()
 
     def _call_sync(self, method: str, *args: Any) -> Any:
-        """Call a method in the thread and wait for it without the event loop."""
         function = functools.partial(getattr(self.env, method), *args)
         if self.thread is None:
             return function()

@@ -71,7 +71,6 @@ class EpisodeStore:
         return path
 
     def paths(self) -> list[Path]:
-        """The files, by step."""
         files = [Path(entry.path) for entry in entries_of(self.folder) if EPISODE_FILE.fullmatch(entry.name)]
         return sorted(files, key=lambda path: int(path.stem.removeprefix("step-")))
 
@@ -93,7 +92,6 @@ class EpisodeStore:
 
 @contextmanager
 def episode_errors(where: str) -> Iterator[None]:
-    """Turns the errors of malformed episodes into a ConfigError."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -132,7 +130,6 @@ def episode_to_json(episode: Episode) -> dict[str, Any]:
 
 
 def episode_from_json(row: Mapping[str, Any]) -> Episode:
-    """The inverse of `episode_to_json`."""
     return Episode(
         id=row["id"],
         task=task_from_json(row["task"]),
@@ -350,9 +347,7 @@ class BatchRecording(Protocol):
     its episodes. An incomplete batch does not count. If a resumed run writes a batch again, the last one counts.
     """
 
-    async def batch(self, seed: int, tasks: Sequence[Task], play: PlayBatch) -> list[Group]:
-        """The groups of the batch with this seed."""
-        ...
+    async def batch(self, seed: int, tasks: Sequence[Task], play: PlayBatch) -> list[Group]: ...
 
 
 class RolloutRecorder:

@@ -35,7 +35,6 @@ def varied(group: Group) -> bool:
 
 
 def solvable(group: Group) -> bool:
-    """At least one episode succeeds."""
     return any(episode.metrics.get("success", 0.0) >= 1 for episode in group.valid_episodes)
 
 
@@ -57,7 +56,6 @@ class GroupOptions:
     judge: Callable[[Episode], Awaitable[None]] | None = None
     """Computes the rewards of one episode when it ends. The episode is finished when this returns."""
     score: Callable[[Sequence[Group]], Awaitable[None]] | None = None
-    """Computes the rewards of complete groups."""
 
 
 DEFAULT_OPTIONS = GroupOptions()
@@ -69,17 +67,14 @@ class BatchSlot:
 
     batch: int
     at: int
-    """Index of the task in the batch."""
     tasks: Mapping[int, Task]
     spares: deque[int]
     """Indices of spare tasks of the same source, shared by all slots of that source."""
     seed: int
-    """Seed of the batch."""
     attempt: int = 0
     """How often the group was restarted because its tokens were too old."""
     running: RunningGroup | None = None
     version: Callable[[], int] = lambda: 0
-    """Returns the current policy version."""
     job: asyncio.Task[list[Group]] | None = None
     """Collects one group; none if no spare task is left; or all groups of a batch that is not sampled."""
 
@@ -135,15 +130,6 @@ def batch_slots(tasks: Sequence[Task], seed: int, count: int | None = None, batc
 
 
 class GroupCollector:
-    """Collects groups.
-
-    Args:
-        play: runs one episode.
-        options: redundancy, timeout, filter and rewards.
-        counts: receives the numbers of cancelled episodes and of expired, filtered and missing groups.
-        dropped_failures: receives the failed episodes of dropped groups.
-    """
-
     def __init__(
         self,
         play: PlayEpisode,
@@ -260,7 +246,6 @@ class RunningGroup:
         return [job.result() for job in done if id(job) in first or job.result().failure is not None]
 
     def failed(self) -> list[Episode]:
-        """Finished episodes that failed."""
         done = [job.result() for job in self.jobs if job.done() and not job.cancelled() and not job.exception()]
         return [episode for episode in done if episode.failure is not None]
 

@@ -20,18 +20,11 @@ from arborl.data.source_factory import OfflineRows
 from arborl.types import NOT_SAMPLED, Call, Completion, Episode, FinishReason, Group, Message, StopReason, Turn
 
 ROW_KINDS: dict[str, RowKind] = {"sft": "transcripts", "dpo": "pairs", "ipo": "pairs", "kto": "labels"}
-"""Loss -> kind of rows."""
 THINK = "<think>"
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineEpisodes:
-    """Makes groups of offline tasks.
-
-    Example:
-        OfflineEpisodes(renderer, max_context=1024).groups(source.take(step=0, count=16))
-    """
-
     renderer: Renderer
     max_context: int
     """Tokens of prompt and completion; the rest is cut off."""
@@ -53,12 +46,10 @@ class OfflineEpisodes:
 
     @classmethod
     def of(cls, config: RunConfig, renderer: Renderer) -> OfflineEpisodes:
-        """From the configuration of a run."""
         with_mismatched = config.data.offline and config.algorithm.loss == "kto"
         return cls(renderer, config.sampling.max_context, with_mismatched)
 
     def rows(self, loss: str) -> OfflineRows:
-        """How the rows of this loss are read."""
         return OfflineRows(ROW_KINDS[loss], self.length, self.max_context)
 
     def length(self, task: OfflineTask) -> int:
@@ -68,7 +59,6 @@ class OfflineEpisodes:
         return max(len(call.prompt) + len(call.completion.tokens) for call in calls)
 
     def episode(self, task: OfflineTask, response: OfflineResponse, name: str) -> Episode:
-        """The episode of one response."""
         episode = Episode(name, task, task.seed, task.messages, rewards={"given": response.score}, weight=task.weight)
         conversations = Conversations(self.renderer)
         messages = list(task.messages)

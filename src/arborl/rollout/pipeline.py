@@ -79,7 +79,6 @@ class Pipeline:
 
     @property
     def busy(self) -> bool:
-        """Whether any group is running."""
         return any(slot.job is not None and not slot.job.done() for slot in self.slots)
 
     async def begin(self, version: int) -> None:
@@ -198,7 +197,6 @@ class Pipeline:
 
 
 def _batch_state(number: int, slots: list[BatchSlot]) -> dict[str, Any]:
-    """The untrained slots of a batch and its unused spare tasks."""
     spares = sorted({at for slot in slots for at in slot.spares})
     needed = {at: slots[0].tasks[at] for at in (*(slot.at for slot in slots), *spares)}
     return {

@@ -50,8 +50,6 @@ from arborl.types import (
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """Limits of one episode."""
-
     max_turns: int = 32
     max_context: int = 1024
     """Prompt and completion together, in tokens."""
@@ -60,15 +58,12 @@ class EpisodeLimits:
 
 
 class CallPosition(NamedTuple):
-    """Position of a model call in its episode."""
-
     turn: int
     after: int
     """Number of calls that the agent's own task has made; its own calls count themselves."""
     task: int
     """0 for the agent's own task; tasks that it starts are numbered by their first call."""
     number: int
-    """Number of the call within its task."""
 
 
 class CallNumbering:
@@ -78,9 +73,6 @@ class CallNumbering:
     The seed of a call from another task depends on its prompt and on how often that prompt occurred. In the episode,
     the calls of a task stand together, behind the agent's last call before them. A call that fails or is cancelled
     keeps its number.
-
-    Args:
-        seed: of the episode.
     """
 
     def __init__(self, seed: int):
@@ -92,7 +84,6 @@ class CallNumbering:
         self.calls_of_prompt: Counter[bytes] = Counter()
 
     def next(self, prompt: Sequence[int], turn: int) -> tuple[int, CallPosition]:
-        """Seed and position of the call that starts now."""
         task = _current_task()
         if task is self.agent_task:
             self.num_agent_calls += 1
@@ -114,11 +105,7 @@ def _current_task() -> asyncio.Task[Any] | None:
 
 
 class TopLogprobs:
-    """Collects the most likely alternatives of each sampled token (`engines.engine.TokenListener`).
-
-    Args:
-        count: alternatives of each token.
-    """
+    """Collects the most likely alternatives of each sampled token (`engines.engine.TokenListener`)."""
 
     def __init__(self, count: int):
         self.count, self.top = count, count + 1  # the sampled token may be among them
@@ -140,15 +127,6 @@ class Recorder:
     """The model as the agent sees it. Token ids and log-probabilities of each call are recorded in `episode.calls`.
 
     Calls may be concurrent; see `CallNumbering`.
-
-    Args:
-        engine, renderer: the policy.
-        sampling: sampling parameters.
-        limits: of the episode.
-        episode: receives the calls.
-        drawn: recorded with every call, if this episode samples from another distribution than the run.
-        engine_time: measures the time in which the engine is busy.
-        num_top_logprobs: alternatives to record for each token; the engine must support streaming.
     """
 
     def __init__(
@@ -165,7 +143,6 @@ class Recorder:
         self.engine_time = BusyTime() if engine_time is None else engine_time
         self.num_top_logprobs = num_top_logprobs
         self.tokenizer = TextTokenizer(renderer.tokenizer)
-        """Counts the tokens of tool results."""
         self.engine, self.renderer, self.sampling, self.drawn = engine, renderer, sampling, drawn
         self.limits, self.episode = limits, episode
         self.conversations = Conversations(renderer)
@@ -173,7 +150,6 @@ class Recorder:
         self._fixed["stop"] = sampling.stop or renderer.stop
         self._numbering = CallNumbering(episode.seed)
         self._positions: list[CallPosition] = []
-        """Positions of the recorded calls, sorted."""
         self._waiting: set[asyncio.Task[Any]] = set()
         self._is_unused, self._is_closed = True, False
 
@@ -198,13 +174,7 @@ class Recorder:
         most: int | None = None,
         begins: str = "",
     ) -> Call:
-        """Sample the next message and return the whole call with its tokens.
-
-        Args:
-            messages, tools, stop: as in `chat`.
-            most: largest number of tokens, if lower than that of the run.
-            begins: prefix of the reply; it is part of the prompt and not sampled.
-        """
+        """Sample the next message and return the whole call with its tokens."""
         self._check_open()
         self._is_unused = False
         shown = read_messages(messages, where="model.chat, messages")
@@ -299,7 +269,6 @@ class Recorder:
             raise RuntimeError("model.chat was called after the agent returned: await the tasks that the agent starts")
 
     def count(self, metrics: Metrics) -> None:
-        """Add numbers to the episode's metrics."""
         for name, value in metrics.items():
             self.episode.metrics[name] = self.episode.metrics.get(name, 0.0) + value
 
@@ -308,12 +277,6 @@ class RecordedEnv(EnvWrapper):
     """An environment that records its turns in the episode and has a deadline for each call.
 
     Other methods (`actions`, `oracle`, `snapshot`, …) are passed on and not recorded.
-
-    Args:
-        env: the environment.
-        name: its name in failures.
-        limits: of the episode.
-        episode: receives the turns.
     """
 
     def __init__(self, env: Env, name: str, limits: EpisodeLimits, episode: Episode):
@@ -351,7 +314,6 @@ class RecordedEnv(EnvWrapper):
         return step
 
     async def finish(self) -> None:
-        """Record the metrics of the environment."""
         metrics = await call_with_deadline(self.where, self.seconds, self.env.metrics)
         self._check(number_errors("metrics()", metrics, "metrics"))
         self.episode.metrics.update({name: float(value) for name, value in metrics.items()})

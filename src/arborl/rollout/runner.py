@@ -54,9 +54,7 @@ class EpisodeFactories:
     agent: Callable[[Task], Agent]
     env: Callable[[Task], Env]
     sampling: Callable[[Task, Sampling], Sampling] | None = None
-    """Applies the overrides of the task's source to the sampling parameters of the run."""
     limits: Callable[[Task, EpisodeLimits], EpisodeLimits] | None = None
-    """Applies the overrides of the task's source to the limits of the run."""
 
 
 class ConcurrencyLimit:
@@ -65,16 +63,6 @@ class ConcurrencyLimit:
     Without a fixed limit it adapts to the engine. It starts at the engine's capacity. It grows by one for each
     completed model call while it is reached and the engine is not overloaded, and shrinks while the engine has requests
     that it cannot serve. Episodes that wait for tools put no load on the engine, so slow tools lead to more episodes.
-
-    Args:
-        limit: number of episodes; None adapts to the engine.
-        is_overloaded: whether the engine has requests that it cannot serve.
-        first: first limit, if it adapts.
-        most: largest limit, if it adapts.
-
-    Example:
-        async with concurrency:
-            await play()
     """
 
     def __init__(
@@ -108,7 +96,6 @@ class ConcurrencyLimit:
         self._release()
 
     def on_completion(self) -> None:
-        """Adapt the limit after a model call."""
         if not self.adapts:
             return
         if not self.is_overloaded():
@@ -133,8 +120,6 @@ class ConcurrencyLimit:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionQueue:
-    """Where the episodes of one event loop wait to start."""
-
     loop: asyncio.AbstractEventLoop
     concurrency: ConcurrencyLimit
     lock: asyncio.Lock
@@ -142,9 +127,6 @@ class AdmissionQueue:
 
 class Rollout:
     """Runs episodes of tasks.
-
-    Example:
-        groups = await rollout.collect(tasks, seed=derive(run_seed, "step", 3), group_size=8)
 
     Args:
         engine, renderer: the policy.
@@ -254,12 +236,10 @@ class Rollout:
         return await play() if self.recording is None else await self.recording.batch(seed, tasks, play)
 
     def offline_groups(self, tasks: Sequence[Task]) -> list[Group]:
-        """The groups of offline tasks. Nothing is sampled."""
         offline = [task for task in tasks if isinstance(task, OfflineTask)]
         return self.offline.groups(offline) if self.offline is not None else []
 
     def _admission_queue(self) -> AdmissionQueue:
-        """The queue of the running event loop."""
         if self._queue is None or self._queue.loop is not asyncio.get_running_loop():
             most = DEFAULT_CONCURRENCY if self.workers.kind == "process" else math.inf  # one host has few processes
             concurrency = ConcurrencyLimit(self.concurrency, self._is_overloaded, self._first_concurrency(), most)
@@ -349,7 +329,6 @@ class Rollout:
         return dropped
 
     def close(self) -> None:
-        """End the processes of environments."""
         self.workers.close()
 
 

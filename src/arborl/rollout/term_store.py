@@ -26,14 +26,6 @@ VALUE_COLUMNS = {
 
 
 class TermStore:
-    """A folder of terms files, one for each step.
-
-    Example:
-        store = TermStore(folder / "terms")
-        store.write(12, columns, most=50_000)
-        store.read(12)["pull"]
-    """
-
     def __init__(self, folder: Path):
         self.folder = folder
 

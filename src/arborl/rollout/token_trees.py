@@ -144,9 +144,6 @@ def branch_factors(weights: Sequence[float], most: int, how: DownsampleMode, cha
 
     `random` keeps the last branch and samples the others; the factor is 1 / probability, so the expectation is
     unchanged. `last` keeps the latest branches, scaled to the total weight.
-
-    Example:
-        branch_factors([0.1, 0.1, 0.1], 2, "last", chance)      # [0, 1.5, 1.5]
     """
     branches = len(weights)
     if branches <= most:
@@ -167,15 +164,7 @@ def branch_factors(weights: Sequence[float], most: int, how: DownsampleMode, cha
 def downsample_branches(
     groups: Sequence[Group], terms: Terms, most: int, how: DownsampleMode, seed: int
 ) -> tuple[Forest, Terms, Metrics]:
-    """The trees of the kept branches, their terms with scaled weights, and metrics. Other columns are unchanged.
-
-    Args:
-        groups: of the terms, in their order.
-        terms: of every branch, with advantages.
-        most: branches to keep of an episode.
-        how: `last` or `random`.
-        seed: the selection depends on the seed and the episode alone.
-    """
+    """The trees of the kept branches, their terms with scaled weights, and metrics. Other columns are unchanged."""
     if most < 1:
         raise ValueError(f"most={most}: give 1 or more")
     if how not in ("last", "random"):

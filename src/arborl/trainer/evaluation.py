@@ -34,14 +34,11 @@ Z = NormalDist().inv_cdf(0.975)
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Metrics of a policy and the sampled episodes behind them."""
-
     metrics: Metrics
     groups: list[Group]
 
     @property
     def episodes(self) -> list[Episode]:
-        """All episodes, including failed ones."""
         return [episode for group in self.groups for episode in group.episodes]
 
 
@@ -52,13 +49,7 @@ class HeldOutEvaluator(Protocol):
 
 
 class Evaluator:
-    """Runs every held-out task once with sampling, and once greedily if configured.
-
-    Args:
-        source: held-out tasks.
-        rollout, rewards: run and score the episodes.
-        tags: environments and number of tasks of each, if the run has several.
-    """
+    """Runs every held-out task once with sampling, and once greedily if configured."""
 
     def __init__(
         self,
@@ -86,7 +77,6 @@ class Evaluator:
         return EvaluationResult(metrics, groups)
 
     async def play(self, temperature: float) -> list[Group]:
-        """The scored episodes of all held-out tasks."""
         overrides = {name: getattr(self.config, name) for name in ("top_k", "top_p", "min_p", "max_tokens")}
         sampling = {"temperature": temperature} | {n: value for n, value in overrides.items() if value is not None}
         with span("arborl.evaluation", arborl__temperature=temperature):
@@ -104,7 +94,6 @@ class Evaluator:
 
 
 def evaluation_metrics(groups: list[Group]) -> Metrics:
-    """Metrics of all tasks, and of each source if there are several."""
     return metrics_by_source(groups, scores)
 
 
@@ -119,7 +108,6 @@ def metrics_by_source(groups: list[Group], measure: Callable[[list[Group]], Metr
 
 
 def count_episodes(groups: Sequence[Group]) -> tuple[int, int]:
-    """Number of episodes, and of failed ones."""
     num_episodes = sum(len(group.episodes) for group in groups)
     return num_episodes, num_episodes - sum(len(group.valid_episodes) for group in groups)
 

@@ -15,11 +15,7 @@ T = TypeVar("T")
 
 
 class LearnerThread:
-    """Runs functions one at a time, always in the same thread.
-
-    Example:
-        metrics = await thread.run(learner.update, trees, terms, algorithm)
-    """
+    """Runs functions one at a time, always in the same thread."""
 
     def __init__(self) -> None:
         self.pool: ThreadPoolExecutor | None = None

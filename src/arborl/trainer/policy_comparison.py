@@ -19,7 +19,6 @@ from arborl.trainer.evaluation import count_episodes, episode_metric, group_mean
 from arborl.types import Group, Metrics
 
 NUM_RESAMPLES = 2000
-"""Of a bootstrap."""
 NUM_SIGN_FLIPS = 10_000
 """Of a paired test with more than `MAX_EXACT` differing tasks."""
 MAX_EXACT = 12
@@ -29,8 +28,6 @@ TaskScore = Callable[[Group], float]
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A mean over tasks and its interval, if the tasks allow one."""
-
     mean: float
     low: float | None = None
     high: float | None = None
@@ -38,14 +35,10 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class PolicyResult:
-    """One policy with one way of decoding."""
-
     name: str
-    """Path or name of the policy."""
     decoding: str
     """`sampled`, `greedy`, or a temperature: `t=0.7`."""
     metrics: Metrics
-    """As in a run's evaluations."""
     groups: Sequence[Group] = ()
     """The episodes by task; empty for demonstrations."""
     judged: bool = True
@@ -67,7 +60,6 @@ class PolicyResult:
         return {name: _score(name, [score(group) for group in groups]) for name, score in task_scores(groups).items()}
 
     def count(self, source: str | None = None) -> tuple[int, int, int]:
-        """Number of tasks, episodes and failed episodes."""
         groups = [group for group in self.groups if source in (None, group.task.source)]
         tasks = len(groups) if self.groups else int(self.metrics.get("tasks", 0))
         return tasks, *count_episodes(groups)
@@ -75,15 +67,12 @@ class PolicyResult:
 
 @dataclass(frozen=True, slots=True)
 class PairedComparison:
-    """Two policies on their common tasks."""
-
     first: str
     second: str
     decoding: str
     metric: str
     tasks: int
     difference: float
-    """Mean of the second less mean of the first."""
     low: float | None
     high: float | None
     p: float
@@ -91,7 +80,6 @@ class PairedComparison:
 
 
 def task_scores(groups: Sequence[Group]) -> dict[str, TaskScore]:
-    """The scores that all tasks have, by name."""
     survivors = [episode for group in groups for episode in group.valid_episodes]
     if not survivors:
         return {}

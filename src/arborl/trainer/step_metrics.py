@@ -11,7 +11,6 @@ from arborl.algorithms.episode_advantages import is_constant
 from arborl.types import NOT_SAMPLED, Episode, FinishReason, Forest, Group, Metrics, StopReason, Terms
 
 STOPS = (StopReason.DONE, StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.CONTEXT_FULL)
-"""Stop reasons of episodes that did not fail."""
 SKIPPED_COUNTERS: Metrics = {"learner/skipped": 0.0, "learner/skipped/no_terms": 0.0, "learner/skipped/gradient": 0.0}
 """Written at 0 too, so that each is a continuous curve."""
 

@@ -39,19 +39,13 @@ LOST_ENGINE_METRICS = ("engine/lost", "engine/retried", "engine/seconds_lost")
 
 
 class Hook(Protocol):
-    """Something to do after a step."""
-
     async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:
         """Called when `trainer.step` steps are done; may add to `metrics`, which are logged afterwards."""
         ...
 
 
 class CheckpointSaver(Protocol):
-    """Saves the run's state."""
-
-    def __call__(self, trainer: Trainer) -> None:
-        """Called after every step, once its metrics are written."""
-        ...
+    def __call__(self, trainer: Trainer) -> None: ...
 
     def seconds(self) -> Metrics:
         """Time spent saving since the last call."""
@@ -60,22 +54,12 @@ class CheckpointSaver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CreditedBatch:
-    """The batch of the last update, and the loss of each of its terms."""
-
     groups: Sequence[Group]
     terms: Terms
     log: TermLog
 
 
 class StageTimer:
-    """Seconds by stage of a step.
-
-    Example:
-        with timer("rollout"):
-            ...
-        timer.seconds      # {"time/rollout": 1.2}
-    """
-
     def __init__(self) -> None:
         self.seconds: Metrics = {}
         self.start = time.perf_counter()
@@ -124,12 +108,10 @@ class Trainer:
         )  # fmt: skip
         self.thread = LearnerThread()
         self.credited: CreditedBatch | None = None
-        """The batch of the last update, if `track.terms` is set."""
         self.train_seconds = 0.0
         self.idle_since = time.perf_counter()
 
     async def fit(self) -> None:
-        """Train from `step` to `num_steps`."""
         self.idle_since = time.perf_counter()
         self.rollout.engine_time.busy()
         gc.freeze()  # objects of the libraries stay; scanning them stalls the engine
@@ -268,7 +250,6 @@ class Trainer:
         self.failure_monitor.check("step", self.step, [*episodes, *self.rollout.take_dropped_failures()], num_episodes)
 
     def _idle_seconds(self, timer: StageTimer) -> Metrics:
-        """Since the last call: how long the engine and the learner were idle."""
         now = time.perf_counter()
         elapsed, self.idle_since = now - self.idle_since, now
         return {
@@ -290,7 +271,6 @@ class Trainer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's state."""
         try:
             self.step, self.train_seconds = int(state["step"]), float(state["train_seconds"])
             self.algorithm.load_state(state["algorithm"])

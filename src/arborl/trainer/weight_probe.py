@@ -29,7 +29,6 @@ class WeightSyncProbe:
         self.num_unchanged = 0
 
     async def start(self) -> None:
-        """Sample with the initial weights."""
         if not self.is_done:
             self.before = await self._sample()
 

@@ -55,8 +55,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunParts:
-    """The objects of a run."""
-
     config: RunConfig
     model_folder: Path
     model: PreTrainedModel
@@ -70,18 +68,15 @@ class RunParts:
     learner: Learner | LearnerGroup
     evaluator: HeldOutEvaluator
     steps: int
-    """Number of steps of the whole run."""
     sandbox: ActiveLevel | None
     """Isolation of the code that the model writes; None if the run executes none."""
     tools: ToolLoader
     plan: MemoryPlan
-    """Memory plan of the device."""
     tracker_makers: Makers = field(default_factory=dict)
     """Trackers beside the files of the run, by name."""
     cluster: RayCluster | None = None
 
     async def close(self) -> None:
-        """Close the engine, the environment processes, the tool servers, the learner and the cluster."""
         try:
             await self.engine.close()
             self.rollout.close()
@@ -98,7 +93,6 @@ class RunParts:
             self.cluster.close()
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Write tokenizer and chat template beside saved weights."""
         save_tokenizer(self.model_folder, self.renderer, folder)
 
 
@@ -130,13 +124,6 @@ def save_tokenizer(source: Path, renderer: Renderer, folder: Path) -> None:
 
 
 def build(config: RunConfig, objects: Mapping[str, Any] | None = None, training: bool = True) -> RunParts:
-    """The objects of a run.
-
-    Args:
-        config: the run.
-        objects: Python objects of parts, by name.
-        training: whether weights change; if not, remote engines keep their weights.
-    """
     factory = RunPartFactory(config, objects or {}, connect=True)
     try:
         return _build(factory, training)
@@ -241,7 +228,6 @@ def count_steps(config: RunConfig, objects: Mapping[str, Any] | None = None) -> 
 
 
 def training_sampling(config: RunConfig, renderer: Renderer) -> Sampling:
-    """Sampling parameters in training."""
     section = config.sampling
     return Sampling(
         max_tokens=section.max_tokens,

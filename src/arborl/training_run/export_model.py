@@ -30,15 +30,10 @@ TEXT = "Hello, world! What is 12 + 30? <answer>42</answer> def f(x): return x **
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """Result of an export."""
-
     folder: Path
     merged: bool
-    """Whether adapters were merged into the weights."""
     tokens: int
-    """Number of compared tokens."""
     mean_gap: float
-    """Mean absolute difference of log-probabilities."""
     max_gap: float
 
 
@@ -113,7 +108,6 @@ def _compare(
 
 
 def card(name: str, config: RunConfig, done: ExportResult) -> str:
-    """The model card: origin, metrics and use."""
     run = _run_of(name)
     base = _base(run) or config.model.name
     front = [
@@ -150,7 +144,6 @@ def _run_of(name: str) -> Path | None:
 
 
 def _base(run: Path | None) -> str | None:
-    """The initial model of the run."""
     from arborl.config.load_config import load
 
     return load(run / "config.yaml", []).model.name if run is not None else None

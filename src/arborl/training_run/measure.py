@@ -32,8 +32,6 @@ OPENAI = "https://api.openai.com/v1"
 
 @dataclass(frozen=True, slots=True)
 class MeasureOptions:
-    """Options of an evaluation."""
-
     overrides: Sequence[str] = ()
     """Settings as on the command line."""
     temperatures: Sequence[float] = ()
@@ -52,8 +50,6 @@ class MeasureOptions:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPolicy:
-    """A policy and its settings."""
-
     name: str
     config: RunConfig
 
@@ -84,13 +80,11 @@ def policies(names: Sequence[str], options: MeasureOptions) -> list[MeasuredPoli
 
 
 def settings_of(name: str, options: MeasureOptions, only: Collection[str] = ()) -> RunConfig:
-    """Of one policy, with the model that it stands for; `only` as of `load_run`."""
     place = locate_model(name, options.overrides, options.trust, only)
     return _of_model(_here(place.config, options), str(place.model))
 
 
 def _stored_settings(name: str, options: MeasureOptions) -> RunConfig | None:
-    """The settings of a run, a checkpoint or a YAML file; None for a model."""
     if name.startswith(REMOTE):
         return None
     place = locate_model(name, options.overrides, options.trust)
@@ -98,7 +92,6 @@ def _stored_settings(name: str, options: MeasureOptions) -> RunConfig | None:
 
 
 def _model_settings(name: str, common: RunConfig, options: MeasureOptions) -> RunConfig:
-    """The common settings with a model by name or at an address."""
     if not name.startswith(REMOTE):
         return _of_model(common, str(locate_model(name, options.overrides, options.trust).model))
     url = options.base_url.rstrip("/")
@@ -119,7 +112,6 @@ def _of_model(config: RunConfig, model: str) -> RunConfig:
 
 
 def _with_options(config: RunConfig, options: MeasureOptions) -> RunConfig:
-    """The settings with the number of attempts, and for prompts if there are some."""
     tree = config.model_dump()
     if options.attempts is not None:
         tree["rollout"]["val_envs"]["group_size"] = options.attempts
@@ -148,13 +140,7 @@ def _with_options(config: RunConfig, options: MeasureOptions) -> RunConfig:
 async def play(
     policy: MeasuredPolicy, options: MeasureOptions, objects: Mapping[str, Any] | None = None
 ) -> list[PolicyResult]:
-    """Evaluate one policy, one decoding mode after the other.
-
-    Args:
-        policy: the policy.
-        options: tasks and decoding.
-        objects: Python objects of parts, by their names in the configuration.
-    """
+    """Evaluate one policy, one decoding mode after the other."""
     functions = {} if options.prompts is None else {PROMPTS: lambda: list(options.prompts or ()), UNJUDGED: _unjudged}
     parts = build(policy.config, {**(objects or {}), **functions}, training=False)
     try:
@@ -190,12 +176,10 @@ async def _play(policy: MeasuredPolicy, parts: RunParts, options: MeasureOptions
 
 
 def _unjudged(episode: Episode) -> float:
-    """Reward of prompts without answers."""
     return 0.0
 
 
 def _ways(config: RunConfig, options: MeasureOptions) -> dict[str, float]:
-    """Temperatures by decoding mode."""
     if options.temperatures:
         return {"greedy" if one == 0 else f"t={one:g}": one for one in options.temperatures}
     sampled = {"sampled": config.evaluation.temperature}
@@ -211,7 +195,6 @@ def _prompt_evaluator(parts: RunParts, prompts: Sequence[Mapping[str, Any]]) -> 
 
 
 def tasks_of(config: RunConfig, prompts: Sequence[Mapping[str, Any]]) -> list[Task]:
-    """Prompts as tasks with new ids, in order."""
     reader = RowReader("prompts", config.data.question)
     tasks = (reader.task(row, f"prompt {n}", None, n) for n, row in enumerate(prompts, 1))
     return [replace(task, id=f"prompts/{n:06d}") for n, task in enumerate(tasks, 1)]

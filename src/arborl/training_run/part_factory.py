@@ -54,19 +54,12 @@ if TYPE_CHECKING:  # needs torch
 
 
 class RunPartFactory:
-    """Constructs the parts of a run; each is checked once at the start.
-
-    Args:
-        config: the run.
-        objects: Python objects of parts, by name.
-        connect: start tool servers and list their tools; else their entries are only checked.
-    """
+    """Constructs the parts of a run; each is checked once at the start."""
 
     def __init__(self, config: RunConfig, objects: Mapping[str, Any], connect: bool = False):
         self.config, self.objects = config, objects
         self.open_tools = ToolLoader(lambda name: self.find(TOOLS, name), connect)
         self.made: list[Any] = []
-        """Constructed agents, tools and rewards."""
         self.cluster: RayCluster | None = None
 
     def find(self, registry: Registry, name: str) -> Any:
@@ -89,7 +82,6 @@ class RunPartFactory:
             self.find(FILTERS, config.rollout.group_filter)
 
     def connect(self, model: PreTrainedModel, rewards: Rewards, training: bool = True) -> None:
-        """Join or start the Ray cluster of the run, and place rewards on it."""
         if self.config.placement.name == "ray":
             from arborl.cluster.placement.placed_parts import connect_cluster
 
@@ -161,7 +153,6 @@ class RunPartFactory:
         return cast
 
     def tools(self) -> dict[str, list[AnyTool]]:
-        """The tools of each source, constructed or fetched from their servers."""
         seats = parts_by_source(self.config)
         everywhere = [entry for seat in seats.values() for entry in seat.tools]
         warn_foreign_variables(everywhere)
@@ -173,7 +164,6 @@ class RunPartFactory:
         return made
 
     def rewards(self) -> Rewards:
-        """The rewards of the run, and those of sources with their own."""
         seats = parts_by_source(self.config)
         run = self._rewards(seats.pop(""))
         names = [name for name, source in self.config.data.sources.items() if source.rewards is not None]
@@ -254,7 +244,6 @@ class RunPartFactory:
         rewards: Rewards,
         given: OfflineEpisodes,
     ) -> Rollout:
-        """The rollout with its workers, group options and recording or replay."""
         settings = self.config.rollout
         workers = Workers(settings.workers, settings.envs.max_env_num_per_worker)
         if self.cluster is not None and self.config.placement.env_workers:

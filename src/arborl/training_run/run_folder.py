@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 
 RUNS = Path("runs")
 LOCK = ".lock"
-"""Lock file of the process that trains in the folder."""
 OBJECTS_NOTE = f"""# Names that begin with {OBJECT_PREFIX} are parts that were given as Python objects.
 # This run can be evaluated and resumed from Python with those objects, not from this file alone.
 """
@@ -118,7 +117,6 @@ def _check_empty(folder: Path) -> None:
 
 @contextmanager
 def _output_errors(folder: Path) -> Iterator[None]:
-    """Convert errors of the file system to ConfigError."""
     try:
         yield
     except OSError as error:
@@ -156,7 +154,6 @@ def set_aside(path: Path, step: int) -> None:
 
 
 def write_execution(folder: Path, execution: dict[str, str]) -> None:
-    """Write device, precision and execution paths."""
     path = folder / "execution.json"
     with disk_errors(path):
         path.write_text(json.dumps(execution, indent=2) + "\n")
@@ -174,14 +171,11 @@ def write_summary(folder: Path, summary: dict[str, Any]) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class LocatedModel:
-    """A model and its settings."""
-
     config: RunConfig
     model: str | Path
     run: Path | None = None
     """The run folder or the YAML file, if any."""
     step: int = 0
-    """Step of the checkpoint."""
 
 
 def locate_model(

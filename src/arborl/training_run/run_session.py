@@ -52,17 +52,6 @@ log = logging.getLogger(__name__)
 
 
 class RunSession:
-    """State of a run while it is executed.
-
-    Args:
-        parts: the objects of the run.
-        home: the run folder.
-        start: the checkpoint from which the run resumes, if any.
-        saving: called when a stopped run begins to write its last checkpoint.
-        hooks: additional hooks, called last after each step.
-        recovery: the ranks of the learner that the run has lost so far.
-    """
-
     def __init__(
         self,
         parts: RunParts,
@@ -77,12 +66,10 @@ class RunSession:
         self.saving, self.hooks, self.recovery = saving, list(hooks), recovery or RankRecovery(0)
         self.start_time = time.monotonic()
         self.before: Metrics = {}
-        """Metrics of the evaluation before training."""
         self.log = RunLog(home / "run.log", to_plain(self.config))
         self.trackers = Trackers([])
         self.summary: dict[str, Any] = {}
         self.execution: dict[str, str] = {}
-        """Device, precision and execution paths of the model."""
         self.status = "failed"
         track = self.config.track
         self.render: EpisodeRenderer | None = None
@@ -96,7 +83,6 @@ class RunSession:
         self.held_out = Evaluate(parts.evaluator, self.config.evaluation.every, self._keep_evaluation, imitation)
 
     def profile(self) -> None:
-        """Write torch's trace of two steps."""
         from arborl.trainer.hooks import ProfileSteps
 
         self.hooks.append(ProfileSteps(self.home / "profile.json"))
@@ -167,7 +153,6 @@ class RunSession:
         console.note(", ".join(f"{name}: {value}" for name, value in self.execution.items()))
 
     async def _train(self, trainer: Trainer, save: SaveCheckpoints, console: Console) -> EvaluationResult:
-        """Evaluate, train, and evaluate again; returns the last evaluation."""
         if trainer.step == 0 and self.config.evaluation.before and not self.before:
             console.progress("evaluating held-out tasks before training")
             before = await self._measure(trainer)
@@ -242,7 +227,6 @@ class RunSession:
         return [f"{config.name}: {what}", f"into {self.home}", *sandbox, *cluster]
 
     async def _measure(self, trainer: Trainer) -> EvaluationResult:
-        """Evaluate held-out tasks and log the metrics with the current step."""
         if self.config.evaluation.tasks == 0:
             return EvaluationResult({}, [])
         measured = await self.held_out.measure(trainer)
@@ -261,7 +245,6 @@ class RunSession:
         self.trackers.picture(path, step, kind)
 
     def _save(self, trainer: Trainer, save: SaveCheckpoints, console: Console) -> None:
-        """Write the last checkpoint of a stopped run."""
         self.saving()
         path = save.save_now(trainer)
         console.note(f"Stopped at step {trainer.step}; saved {path}")
@@ -300,7 +283,6 @@ class RunSession:
         return copied
 
     def _print(self, content: Any) -> None:
-        """Print to the terminal and to the log."""
         Terminal().print(content, highlight=False, soft_wrap=isinstance(content, str), markup=False)
         self.log.show(content)
 

@@ -32,7 +32,6 @@ READ = {torch.float32: AttentionTuning(32, 4, 1, "ieee")}
 """Many queries per row."""
 NARROW_DECODE, NARROW_READ = AttentionTuning(32, 2, 5, "tf32"), AttentionTuning(64, 4, 2, "tf32")
 TILE_QUERIES = 16
-"""Queries per tile in prefill."""
 
 
 def next_power_of_2(n: int) -> int:
@@ -263,7 +262,6 @@ PROGRAMS = 264
 
 
 def parts_for(work: int) -> int:
-    """Parts into which each of `work` key sequences is split."""
     return min(32, next_power_of_2(max(1, PROGRAMS // work)))
 
 

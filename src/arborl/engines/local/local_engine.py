@@ -52,7 +52,6 @@ class StepSpan:
         self.steps = 0
 
     def add(self, seconds: float) -> None:
-        """Add a step that has just ended and took `seconds`."""
         now = time.time()
         if self.steps and (now - seconds - self.ended > MAX_GAP_SECONDS or now - self.started > MAX_SPAN_SECONDS):
             self.end()
@@ -117,9 +116,7 @@ class LocalEngine(Engine):
         self.scheduler = Scheduler(self.pool, self.batch, max_context, not deterministic, copy, self.counts)
         self.version = 0
         self.launched: LaunchedStep | None = None
-        """A step whose output has not been read."""
         self.loop: asyncio.AbstractEventLoop | None = None
-        """The event loop of the requests."""
         self.worker: asyncio.Task[None] | None = None
         self.closed = False
 
@@ -202,7 +199,6 @@ class LocalEngine(Engine):
         self._start_worker()
 
     def warm_up(self, sampling: Sampling) -> None:
-        """Compile kernels and record CUDA graphs for this kind of sampling."""
         self._guard(self._read_output)
         self.runner.warm_up(sampling.truncates)
 
@@ -241,7 +237,6 @@ class LocalEngine(Engine):
             self.worker = self.loop.create_task(self._work()) if self.loop.is_running() else None
 
     async def _work(self) -> None:
-        """Run steps until there is no work."""
         loop, span = asyncio.get_running_loop(), StepSpan()
         try:
             while self.scheduler.has_work and self.loop is loop:
@@ -327,7 +322,6 @@ class LocalEngine(Engine):
         return np.concatenate([first, *rest]).astype(np.int32)
 
     def _read_output(self) -> None:
-        """Read the tokens of the launched step and complete finished requests."""
         if self.launched is None:
             return
         launched, self.launched = self.launched, None

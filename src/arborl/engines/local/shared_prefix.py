@@ -17,12 +17,9 @@ Small = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroups:
-    """Which rows share how many blocks."""
-
     blocks_M: Small
     """Blocks shared by all rows of a group."""
     rows_MB: Small
-    """The rows of each group; -1 for unused entries."""
     shared_R: Small
     """Blocks at the start of each row that its group covers; 0 for a row without a group."""
 
@@ -37,10 +34,6 @@ def group_by_prefix(tables: Small, full_R: NDArray[np.int64], max_rows: int) -> 
 
     Rows are sorted by their blocks, so neighbours share the most. A row joins the group before it unless that would
     shorten the shared prefix so much that more is read twice than before.
-
-    Args:
-        tables: `[R, blocks]`, the blocks of each row.
-        full_R: leading blocks that hold only tokens of earlier steps; only those are shared.
     """
     order = np.argsort(np.ascontiguousarray(tables).view(f"V{tables.shape[1] * 4}")[:, 0])  # by bytes
     ordered, full = tables[order], full_R[order]

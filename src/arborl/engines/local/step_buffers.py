@@ -59,7 +59,6 @@ class StepInputs(NamedTuple):
     shared: Any
     """`[R]`: blocks at a row's start that its prefix group covers."""
     greedy: Any
-    """`[S]`, for sampled sequences."""
     last: Any
     """`[S]`: the row that each is sampled from."""
     group_blocks: Any
@@ -67,7 +66,6 @@ class StepInputs(NamedTuple):
     group_rows: Any
     """`[M, B]`: rows of the group."""
     table: Any
-    """`[S, blocks]`."""
 
     @staticmethod
     def shapes(rows: int, sequences: int, members: int, num_blocks: int) -> list[tuple[int, ...]]:

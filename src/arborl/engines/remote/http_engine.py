@@ -68,7 +68,6 @@ class ServerReplica(Replica):
 
     @property
     def model(self) -> str:
-        """What the server calls its model."""
         assert self.info is not None
         return self.info.model
 
@@ -149,7 +148,6 @@ class HttpEngine(Engine):
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, session: str, listener: TokenListener | None = None
     ) -> Completion:
-        """Sample a continuation of `prompt` at the session's server, or at another if that one is lost."""
         if self.closed:
             raise EngineError("the engine is closed; make another")
         tokens = read_prompt(prompt, self.vocabulary, self.max_context).tolist()
@@ -212,8 +210,6 @@ class HttpEngine(Engine):
     async def _chat(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], sampling: Sampling, *, session: str
     ) -> tuple[Message, FinishReason]:
-        """The next message, from a chat server."""
-
         async def request(replica: ServerReplica) -> tuple[Message, FinishReason]:
             assert isinstance(replica.server, ChatServer)
             return await replica.server.chat(self._client(replica), replica.model, messages, tools, sampling)
@@ -244,7 +240,6 @@ class HttpEngine(Engine):
         return errors
 
     async def _update(self, replica: ServerReplica, folder: Path, unless_current: bool = False) -> None:
-        """Send the weights to one server and verify them."""
         server, client = replica.token_server, self._client(replica)
         version = self.routes.target_version
         label = f"{self.run}:{version}"
@@ -296,7 +291,6 @@ class HttpEngine(Engine):
             await self._leave_loop()
 
     async def _leave_loop(self) -> None:
-        """Close the clients of this event loop."""
         self.routes.leave_loop()
         clients, self._clients = self._clients, None
         for client in clients.by_url.values() if clients is not None else ():
@@ -327,7 +321,6 @@ class HttpEngine(Engine):
             )
 
     async def _revive(self, replica: ServerReplica) -> None:
-        """Connect to a lost server and give it the newest weights."""
         await self._connect(replica)
         if not self.training:
             replica.version = self.routes.target_version
@@ -356,7 +349,6 @@ def make_client(url: str, headers: dict[str, str], seconds: float, requests: int
 
 
 def api_key(variable: str) -> str:
-    """The API key in an environment variable."""
     if not (found := os.environ.get(variable)):
         raise EngineError(f"engine.api_key_env={variable}: there is no such environment variable. Set it to the key")
     return found

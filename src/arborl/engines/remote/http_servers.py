@@ -21,7 +21,6 @@ from arborl.types import FinishReason, Message, Sampling, ToolCall, ToolSpec
 Client = httpx.AsyncClient
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 UPDATE_SECONDS = 900.0
-"""Timeout of an update."""
 
 
 @dataclass(slots=True)
@@ -37,8 +36,6 @@ class CompletionChunk:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """The model that a server reports."""
-
     model: str
     context: int | None
 
@@ -69,7 +66,6 @@ def _parse(client: Client, path: str, status: int, content: bytes) -> Any:
 
 
 def _error_message(content: bytes) -> str:
-    """The error message of a response, in one line."""
     try:
         body = json.loads(content)
         found = body.get("error", body.get("detail", body.get("message", body)))
@@ -165,7 +161,6 @@ class VllmServer:
                 yield read(_first_choice(client, event), False)
 
     async def label(self, client: Client) -> str:
-        """Label of the server's weights."""
         return str((await request_json(client, "GET", "/weight_info"))["weight_version"]) if self.is_dev else ""
 
     async def update(self, client: Client, folder: Path, label: str) -> None:
@@ -187,7 +182,6 @@ class VllmServer:
             await request_json(client, "POST", "/resume")
 
     async def encode(self, client: Client, model: str, text: str) -> list[int] | None:
-        """Token ids of a text by the server's tokenizer."""
         body = {"model": model, "prompt": text, "add_special_tokens": False}
         return list((await request_json(client, "POST", "/tokenize", json=body))["tokens"])
 
@@ -306,7 +300,6 @@ def _tool_call(call: Mapping[str, Any]) -> ToolCall:
 
 
 def message_to_dict(message: Message) -> dict[str, Any]:
-    """A message in OpenAI's format."""
     found: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls and not message.sampled:
         found["tool_calls"] = [

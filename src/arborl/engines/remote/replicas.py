@@ -23,9 +23,7 @@ from arborl.types import Metrics
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
-"""Wait between two attempts to reach a lost replica."""
 MAX_SESSIONS = 20_000
-"""Sessions whose replica is remembered."""
 
 
 class ReplicaUnavailable(EngineError):
@@ -38,16 +36,12 @@ class WeightMismatch(EngineError):
 
 @dataclass(eq=False, slots=True)
 class Replica:
-    """One replica."""
-
     name: str
     up: bool = False
     version: int | None = None
     """Policy version of its weights; None if they are not this run's."""
     busy: int = 0
-    """Requests in progress."""
     why: str = ""
-    """The last error."""
     last_response: float = 0.0
     """Time of the last response; of the last request if it was idle before."""
     lost_at: float = 0.0
@@ -62,32 +56,18 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class LoopState:
-    """State of one event loop."""
-
     loop: asyncio.AbstractEventLoop
     recoveries: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    """Tasks that recover lost replicas, by name."""
     recovered: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class ReplicaPool(Generic[R]):
-    """Routes requests to replicas and recovers lost ones.
-
-    Args:
-        all: the replicas.
-        revive: reaches one and gives it the weights of `target_version`; raises EngineError if it fails.
-        seconds: how long a request waits while no replica is up.
-        noun: what messages call a replica.
-
-    Example:
-        result = await pool.ask("episode 7", lambda replica: replica.sample(prompt))
-    """
+    """Routes requests to replicas and recovers lost ones."""
 
     def __init__(self, all: Sequence[R], revive: Callable[[R], Awaitable[None]], seconds: float, noun: str = "server"):
         self.all, self.revive, self.seconds, self.noun = all, revive, seconds, noun
         self.sessions: OrderedDict[str, R] = OrderedDict()
         self.target_version = 0
-        """The version that all replicas should have."""
         self.closed = False
         self.counts = dict.fromkeys(("retried", "lost", "seconds_lost"), 0.0)
         self._state: LoopState | None = None

@@ -21,13 +21,7 @@ TableRow = tuple[str, str, list[int], int]
 
 
 class SharedWeights:
-    """Memory that another process may map.
-
-    Example:
-        memory = SharedWeights()
-        table = memory.write(model.state_dict())      # the other process reads memory.path by the table
-        memory.close()
-    """
+    """Memory that another process may map."""
 
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):

@@ -47,11 +47,9 @@ log = logging.getLogger(__name__)
 START_SECONDS = 900.0
 """Timeout of vLLM's start: on a GPU it compiles."""
 UPDATE_SECONDS = 600.0
-"""Timeout of an update."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Head sizes of vLLM's CPU kernels."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Maximum ranks that vLLM accepts."""
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
@@ -113,7 +111,6 @@ class VllmEngine(Engine):
             raise
 
     def _engine_args(self, max_requests: int, kv_tokens: int) -> dict[str, Any]:
-        """Arguments of vLLM's `AsyncEngineArgs`."""
         model, context = self.model, self.max_context
         tokens = kv_tokens or default_kv_tokens(model, context)
         bytes_per_token = token_bytes(model) * (self.heads.large / self.heads.small if self.heads else 1)
@@ -143,7 +140,6 @@ class VllmEngine(Engine):
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, session: str, listener: TokenListener | None = None
     ) -> Completion:
-        """Sample a continuation of `prompt`; vLLM's prefix cache finds the session's earlier turns."""
         if self.closed:
             raise EngineError("the engine is closed; make another")
         tokens = read_prompt(prompt, self.vocabulary, self.max_context)
@@ -205,7 +201,6 @@ class VllmEngine(Engine):
         return Completion(tuple(tokens), tuple(logprobs), finish, version, seconds, mixed)
 
     async def load(self, weights: Weights, version: int) -> None:
-        """Send the weights and verify them."""
         if self.closed:
             raise EngineError("the engine is closed; make another")
         started = time.perf_counter()

@@ -37,8 +37,6 @@ class VllmProcessDied(EngineError):
 
 
 class PendingResponse:
-    """The response of one request, in the event loop of its caller."""
-
     def __init__(self, process: VllmProcess, number: int):
         self.process, self.number, self.is_done = process, number, False
         self.loop = asyncio.get_running_loop()
@@ -57,14 +55,11 @@ class PendingResponse:
         return part
 
     def forget(self) -> None:
-        """Ignore further parts."""
         self.is_done = True
         self.process.forget(self.number)
 
 
 class BlockingResponse:
-    """The response of one request, for a waiting thread."""
-
     def __init__(self, number: int):
         self.number, self.arrived, self.part = number, threading.Event(), Response()
 
@@ -81,8 +76,6 @@ class BlockingResponse:
 
 
 class VllmProcess:
-    """The process and its pending requests."""
-
     def __init__(self, python: str):
         ours, theirs = socket.socketpair()
         self.output: deque[str] = deque(maxlen=400)
@@ -112,7 +105,6 @@ class VllmProcess:
         threading.Thread(target=self._read_responses, name="arborl-vllm", daemon=True).start()
 
     def request(self, method: str, **args: Any) -> PendingResponse:
-        """Send a request from an event loop."""
         response = PendingResponse(self, self._next_number())
         self._send(response, method, args)
         return response
@@ -123,13 +115,11 @@ class VllmProcess:
             self._write({"id": 0, "method": method, **args})
 
     def request_blocking(self, method: str, seconds: float, **args: Any) -> Response:
-        """Send a request and wait for its response in this thread."""
         response = BlockingResponse(self._next_number())
         self._send(response, method, args)
         return response.get(seconds, method)
 
     async def call(self, method: str, seconds: float, **args: Any) -> Response:
-        """Send a request with a response of one part."""
         response = self.request(method, **args)
         try:
             return await asyncio.wait_for(response.next(), seconds)
@@ -164,7 +154,6 @@ class VllmProcess:
             self.pending.pop(number, None)
 
     def _read_responses(self) -> None:
-        """Dispatch responses until the process ends."""
         with suppress(OSError), self.socket.makefile("rb") as stream:
             while len(head := stream.read(4)) == 4:
                 part = json.loads(stream.read(struct.unpack("!I", head)[0]))

@@ -25,12 +25,7 @@ local."""
 
 
 class WeightFiles:
-    """The folder of the newest weights. Folders of killed runs in the same place are removed first.
-
-    Args:
-        model: whose weights are written.
-        root: where folders are made; the temporary folder without one.
-    """
+    """The folder of the newest weights. Folders of killed runs in the same place are removed first."""
 
     def __init__(self, model: PreTrainedModel, root: Path | None):
         self.model = model
@@ -65,7 +60,6 @@ class WeightFiles:
         return folder
 
     def remove_others(self, folder: Path) -> None:
-        """Remove all folders but this one."""
         for other in self.home.glob("*-version-*"):
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)

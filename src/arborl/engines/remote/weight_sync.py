@@ -54,8 +54,6 @@ def adapter_weights(weights: Weights) -> dict[str, Tensor]:
 
 
 class _NextTokenLogits(nn.Module):
-    """Logits at every position of one sequence."""
-
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
@@ -67,14 +65,6 @@ class _NextTokenLogits(nn.Module):
 
 @dataclass(slots=True)
 class WeightProbe:
-    """Compares a copy with the learner's model.
-
-    Args:
-        model: the learner's.
-        sampling: the run's sampling parameters; log-probabilities are those of that distribution.
-        dtype: precision of the copy.
-    """
-
     model: PreTrainedModel
     sampling: Sampling
     dtype: str
@@ -115,11 +105,7 @@ class WeightProbe:
 
 
 def token_versions(spans: list[tuple[int, int, int]], count: int) -> list[int]:
-    """The version of each of `count` tokens, from (version, begin, end).
-
-    Example:
-        token_versions([(3, 0, 2), (4, 2, 5)], 4)      # [3, 3, 4, 4]
-    """
+    """The version of each of `count` tokens, from (version, begin, end)."""
     return [version for version, begin, end in spans for _ in range(begin, min(end, count))]
 
 
