@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from arborl.chat import Renderer
+from arborl.child_process import supervised_command
 from arborl.cli.main import app
 from arborl.engines.remote.http_engine import HttpEngine
 from arborl.engines.remote.padded_heads import export_padded
-from arborl.engines.remote.vllm_process import WORKER_DIR, kill_process_group
+from arborl.engines.remote.vllm_process import WORKER_DIR
 from arborl.engines.remote.weight_sync import PROBE_PROMPT, WeightProbe
 from arborl.models.model_loading import load_model, resolve
 from arborl.rollout.episode_store import EpisodeStore
@@ -57,7 +58,9 @@ class VllmServer:
         quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         env = {**os.environ, **quiet, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(WORKER_DIR)}
         with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(self.command, env=env, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(
+                supervised_command(self.command, True), env=env, stdout=log, stderr=log, start_new_session=True
+            )
 
     def wait(self):
         until = time.monotonic() + STARTING
@@ -71,7 +74,7 @@ class VllmServer:
 
     def kill(self):
         """SIGKILL, to it and to all that it has started."""
-        kill_process_group(self.process.pid)
+        self.process.terminate()
         self.process.wait()
 
 

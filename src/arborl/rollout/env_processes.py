@@ -23,7 +23,7 @@ import traceback
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,14 +31,14 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from arborl import sandbox
+from arborl.child_process import supervised_command
 from arborl.envs.env import Env, Observation, Step
 from arborl.errors import ArborError
-from arborl.rollout.env_threads import EnvThread, ThreadPool
+from arborl.rollout.env_threads import ElsewhereEnv, EnvThread, ThreadPool, set_outcome
 from arborl.types import Message, Metrics, Task
 
 if TYPE_CHECKING:
     from numpy.random import Generator
-    from PIL.Image import Image
 
 log = logging.getLogger(__name__)
 
@@ -116,11 +116,11 @@ class EnvProcess(ABC):
         if request is None:
             return
         if is_result:
-            _set_outcome(request.outcome, value, None)
+            set_outcome(request.outcome, value, None)
         else:
             error, trace = value
             error.add_note(trace)
-            _set_outcome(request.outcome, None, error)
+            set_outcome(request.outcome, None, error)
 
     def _kill_overdue(self) -> None:
         now = time.monotonic()
@@ -140,7 +140,7 @@ class EnvProcess(ABC):
             self.lost = True
             pending, self.pending = self.pending, {}
         for request in pending.values():
-            _set_outcome(request.outcome, None, WorkerLost(self.loss_reason()))
+            set_outcome(request.outcome, None, WorkerLost(self.loss_reason()))
 
     @property
     def failed_to_start(self) -> bool:
@@ -153,18 +153,14 @@ class EnvProcess(ABC):
         return self.exit_reason()
 
 
-def _set_outcome(outcome: Future[Any], value: Any, error: BaseException | None) -> None:
-    with suppress(InvalidStateError):  # cancelled
-        outcome.set_exception(error) if error is not None else outcome.set_result(value)
-
-
 class LocalEnvProcess(EnvProcess):
     def __init__(self, alone: bool = False) -> None:
         super().__init__(alone, START_SECONDS)
         ours, theirs = socket.socketpair()
-        flags = [UNSAFE] if sandbox.unsafe_allowed() else []
+        command = [sys.executable, "-P", "-m", "arborl.rollout.env_processes", str(theirs.fileno())]
+        command += [UNSAFE] if sandbox.unsafe_allowed() else []
         self.child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "arborl.rollout.env_processes", str(theirs.fileno()), *flags],
+            supervised_command(command, keep_stderr=True),
             pass_fds=[theirs.fileno()],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             stdin=subprocess.DEVNULL,
@@ -180,8 +176,7 @@ class LocalEnvProcess(EnvProcess):
 
     def kill(self) -> None:
         self.lost = True
-        with suppress(ProcessLookupError):
-            os.killpg(self.child.pid, signal.SIGKILL)
+        self.child.terminate()
 
     def exit_reason(self) -> str:
         return f"its process is gone, exit code {self.child.poll()}"
@@ -269,7 +264,7 @@ def _kill_all(processes: list[EnvProcess]) -> None:
         processes.pop().kill()
 
 
-class ProcessEnv(Env):
+class ProcessEnv(ElsewhereEnv):
     """An environment in a process.
 
     It enforces the deadline of a call by killing the process. The time to start another process and to restore the
@@ -406,31 +401,13 @@ class ProcessEnv(Env):
     def metrics(self) -> Metrics:
         return self.final_metrics if self.process is None else self._call_sync("metrics")  # type: ignore[no-any-return]
 
-    def actions(self) -> list[str]:
-        return self._call_sync("actions")  # type: ignore[no-any-return]
-
-    def oracle(self) -> str | None:
-        return self._call_sync("oracle")  # type: ignore[no-any-return]
-
-    def random(self, chance: Generator) -> str | None:
-        text, chance.bit_generator.state = self._call_sync(RANDOM, chance)
+    def random(self, rng: Generator) -> str | None:
+        text, rng.bit_generator.state = self._call_sync(RANDOM, rng)
         return text  # type: ignore[no-any-return]
 
-    def state_key(self) -> str:
-        return self._call_sync("state_key")  # type: ignore[no-any-return]
-
-    def snapshot(self) -> Any:
-        return self._call_sync("snapshot")
-
     def restore(self, snapshot: Any) -> None:
-        self._call_sync("restore", snapshot)
+        super().restore(snapshot)
         self.history = [*self.history[:1], ("restore", (snapshot,))]
-
-    def render(self) -> str:
-        return self._call_sync("render")  # type: ignore[no-any-return]
-
-    def picture(self) -> Image | None:
-        return self._call_sync("picture")  # type: ignore[no-any-return]
 
 
 # ------------------------------------------------------------------------------------------------ inside the process

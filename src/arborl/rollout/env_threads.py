@@ -57,7 +57,7 @@ class EnvThread:
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
         outcome: Future[Any] = Future()
-        self.submit(lambda: _set_outcome(outcome, lambda: self.run_awaitable(function())))
+        self.submit(lambda: _set_result_of(outcome, lambda: self.run_awaitable(function())))
         return outcome
 
     def wait(self, what: str, seconds: float, function: Callable[[], Any]) -> Any:
@@ -103,20 +103,20 @@ class EnvThread:
             self.loop.close()
 
 
-def _set_outcome(outcome: Future[Any], function: Callable[[], Any]) -> None:
-    value: Any = None
-    error: BaseException | None = None
+def _set_result_of(outcome: Future[Any], function: Callable[[], Any]) -> None:
     try:
-        value = function()
-    except RuntimeError as raised:
-        text = f"{raised}. {OTHER_LOOP_ADVICE}" if OTHER_LOOP.search(str(raised)) else ""
-        error = RuntimeError(text).with_traceback(raised.__traceback__) if text else raised
-    except Exception as raised:
-        error = raised
-    except BaseException as raised:  # SystemExit, KeyboardInterrupt, CancelledError end the call alone
-        error = RuntimeError(f"{type(raised).__name__}: {raised}").with_traceback(raised.__traceback__)
-    if isinstance(error, StopIteration):  # a future cannot hold it
-        error = RuntimeError(f"StopIteration: {error}").with_traceback(error.__traceback__)
+        set_outcome(outcome, function(), None)
+    except BaseException as error:
+        text = f"{type(error).__name__}: {error}"
+        is_other_loop = isinstance(error, RuntimeError) and OTHER_LOOP.search(str(error))
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            text = f"{error}. {OTHER_LOOP_ADVICE}" if is_other_loop else ""
+        # StopIteration cannot be raised by a future; SystemExit, KeyboardInterrupt, CancelledError end the call alone
+        raised = RuntimeError(text).with_traceback(error.__traceback__) if text else error
+        set_outcome(outcome, None, raised)
+
+
+def set_outcome(outcome: Future[Any], value: Any, error: BaseException | None) -> None:
     with suppress(InvalidStateError):  # cancelled
         outcome.set_exception(error) if error is not None else outcome.set_result(value)
 
@@ -159,7 +159,38 @@ class ThreadPool:
         return {"rollout/threads_abandoned": float(abandoned), "rollout/threads_stuck": float(len(self.left.calls))}
 
 
-class ThreadEnv(EnvWrapper):
+class ElsewhereEnv(Env):
+    """An environment in a thread or a process; its plain methods are called there and waited for."""
+
+    def _call_sync(self, method: str, *args: Any) -> Any:
+        raise NotImplementedError
+
+    def actions(self) -> list[str]:
+        return self._call_sync("actions")  # type: ignore[no-any-return]
+
+    def oracle(self) -> str | None:
+        return self._call_sync("oracle")  # type: ignore[no-any-return]
+
+    def random(self, rng: Generator) -> str | None:
+        return self._call_sync("random", rng)  # type: ignore[no-any-return]
+
+    def state_key(self) -> str:
+        return self._call_sync("state_key")  # type: ignore[no-any-return]
+
+    def snapshot(self) -> Any:
+        return self._call_sync("snapshot")
+
+    def restore(self, snapshot: Any) -> None:
+        self._call_sync("restore", snapshot)
+
+    def render(self) -> str:
+        return self._call_sync("render")  # type: ignore[no-any-return]
+
+    def picture(self) -> Image | None:
+        return self._call_sync("picture")  # type: ignore[no-any-return]
+
+
+class ThreadEnv(ElsewhereEnv, EnvWrapper):
     """An environment that is made and called in one thread."""
 
     def __init__(self, pool: ThreadPool, name: str, seconds: float):
@@ -237,27 +268,3 @@ class ThreadEnv(EnvWrapper):
 
     def metrics(self) -> Metrics:
         return self._call_sync("metrics") if self.final_metrics is None else self.final_metrics  # type: ignore[no-any-return]
-
-    def actions(self) -> list[str]:
-        return self._call_sync("actions")  # type: ignore[no-any-return]
-
-    def oracle(self) -> str | None:
-        return self._call_sync("oracle")  # type: ignore[no-any-return]
-
-    def random(self, chance: Generator) -> str | None:
-        return self._call_sync("random", chance)  # type: ignore[no-any-return]
-
-    def state_key(self) -> str:
-        return self._call_sync("state_key")  # type: ignore[no-any-return]
-
-    def snapshot(self) -> Any:
-        return self._call_sync("snapshot")
-
-    def restore(self, snapshot: Any) -> None:
-        self._call_sync("restore", snapshot)
-
-    def render(self) -> str:
-        return self._call_sync("render")  # type: ignore[no-any-return]
-
-    def picture(self) -> Image | None:
-        return self._call_sync("picture")  # type: ignore[no-any-return]

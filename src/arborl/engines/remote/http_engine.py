@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import time
-import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -22,8 +21,8 @@ import httpx
 from transformers import PreTrainedModel
 
 from arborl.chat import Renderer
-from arborl.engines.engine import Engine, TokenListener, Weights, completion_versions
-from arborl.engines.engine_requests import StopTextMatcher, check_sampling, read_prompt
+from arborl.engines.engine import TokenListener, Weights, completion_versions
+from arborl.engines.engine_requests import StopTextMatcher
 from arborl.engines.remote.http_servers import (
     ChatServer,
     Client,
@@ -34,8 +33,14 @@ from arborl.engines.remote.http_servers import (
     detect_server,
 )
 from arborl.engines.remote.replicas import Replica, ReplicaPool, ReplicaUnavailable, run_blocking
-from arborl.engines.remote.weight_files import WeightFiles
-from arborl.engines.remote.weight_sync import PROBE_PROMPT, WeightProbe, label_version, sampling_params, span_versions
+from arborl.engines.remote.weight_sync import (
+    PROBE_PROMPT,
+    SyncedEngine,
+    WeightFiles,
+    label_version,
+    sampling_params,
+    span_versions,
+)
 from arborl.errors import EngineError
 from arborl.types import Completion, FinishReason, Message, Metrics, Sampling, ToolSpec
 
@@ -80,7 +85,7 @@ class LoopClients:
     by_url: dict[str, Client] = field(default_factory=dict)
 
 
-class HttpEngine(Engine):
+class HttpEngine(SyncedEngine):
     """Servers of one model.
 
     Args:
@@ -99,8 +104,6 @@ class HttpEngine(Engine):
         chats: use the chat endpoint of any server.
     """
 
-    verifies_weights = True
-
     def __init__(
         self,
         model: PreTrainedModel,
@@ -117,24 +120,14 @@ class HttpEngine(Engine):
         training: bool = True,
         chats: bool = False,
     ):
-        self.model, self.max_context, self.max_requests = model, max_context, max_requests
-        self.vocabulary = int(model.config.vocab_size)
-        self.named, self.seconds, self.renderer, self.training = named, seconds, renderer, training
-        self.decode = renderer.tokenizer.decode if renderer is not None else None
+        super().__init__(model, max_context, renderer and renderer.tokenizer.decode, dtype, sampling)
+        self.max_requests, self.named, self.seconds = max_requests, named, seconds
+        self.renderer, self.training = renderer, training
         self.follows_weights, self.chats = training, chats
         self.headers = {"Authorization": f"Bearer {api_key(key)}"} if key is not None else {}
         self.replicas = [ServerReplica(url.rstrip("/")) for url in urls]
         self.routes = ReplicaPool(self.replicas, self._revive, seconds)
-        self.run = uuid.uuid4().hex[:8]
-        """Prefix of this run's weight labels."""
-        self.version = 0
         self.weights: Weights = dict(model.state_dict())
-        precision = str(model.dtype).removeprefix("torch.") if dtype == "auto" else dtype
-        self.probe = WeightProbe(model, sampling or Sampling(), precision)
-        self.counts = dict.fromkeys(("sampled", "requests"), 0.0)
-        self.gap = self.update_seconds = 0.0
-        """Of the last update: the probe's difference and the duration."""
-        self.closed = False
         self._clients: LoopClients | None = None
         self.files = WeightFiles(model, weights_dir) if training else None
         try:
@@ -148,11 +141,7 @@ class HttpEngine(Engine):
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, session: str, listener: TokenListener | None = None
     ) -> Completion:
-        if self.closed:
-            raise EngineError("the engine is closed; make another")
-        tokens = read_prompt(prompt, self.vocabulary, self.max_context).tolist()
-        check_sampling(sampling)
-        StopTextMatcher.make(self.decode, sampling)
+        tokens = self.checked_prompt(prompt, sampling)
         started = time.perf_counter()
         completion = await self.routes.ask(session, lambda replica: self._request(replica, tokens, sampling))
         if self.closed:
@@ -218,8 +207,7 @@ class HttpEngine(Engine):
 
     async def load(self, weights: Weights, version: int) -> None:
         """Send the weights to every server and verify them; a server that fails gets them when it is back."""
-        if self.closed:
-            raise EngineError("the engine is closed; make another")
+        self.check_open()
         if not self.training:
             return
         started = time.perf_counter()
@@ -265,12 +253,8 @@ class HttpEngine(Engine):
         return self.routes.is_saturated(self.max_requests)
 
     def metrics(self) -> Metrics:
-        """Since the last call: tokens sampled, requests, retries, lost servers and seconds; servers that are up; and of
-        the last update its duration and the probe's difference."""
-        counts = dict(self.counts)
-        self.counts.update(dict.fromkeys(counts, 0.0))
-        update = {"engine/update_seconds": self.update_seconds, "engine/probe_gap": self.gap}
-        return {f"engine/{name}": value for name, value in counts.items()} | self.routes.metrics() | update
+        """Also retries, lost servers and seconds, and servers that are up."""
+        return super().metrics() | self.routes.metrics()
 
     # ------------------------------------------------------------------------------------------ servers
 

@@ -225,20 +225,20 @@ class ReplicaPool(Generic[R]):
         return self._state
 
 
-def run_blocking(work: Coroutine[Any, Any, None]) -> None:
+def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end, also inside a running event loop. An interrupt of the caller cancels it."""
     started: SimpleQueue[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = SimpleQueue()
 
-    async def tracked() -> None:
+    async def tracked() -> T:
         task = asyncio.current_task()
         assert task is not None
         started.put((asyncio.get_running_loop(), task))
-        await work
+        return await work
 
     with ThreadPoolExecutor(max_workers=1) as thread:
         outcome = thread.submit(asyncio.run, tracked())
         try:
-            outcome.result()
+            return outcome.result()
         except BaseException:
             if not outcome.done():
                 loop, task = started.get()
