@@ -80,19 +80,15 @@ def ask(engine, *requests):
     return asyncio.run(run())
 
 
-def test_a_request_cancelled_in_the_turn_it_is_answered_ends_no_other(qwen3):
+async def test_a_request_cancelled_in_the_turn_it_is_answered_ends_no_other(qwen3):
     engine = LocalEngine(qwen3, max_context=64, max_requests=4, kv_tokens=256)
     (expected,) = ask(engine, ([3, 4], Sampling(9, seed=1)))
-
-    async def run():
-        tasks = [
-            asyncio.create_task(engine.generate([1, 2], Sampling(5), session="gone")),
-            asyncio.create_task(engine.generate([3, 4], Sampling(9, seed=1), session="stays")),
-        ]
-        Meddling(engine, lambda step: step == 5 and tasks[0].cancel())  # its fifth token is its last
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-    gone, stays = asyncio.run(run())
+    tasks = [
+        asyncio.create_task(engine.generate([1, 2], Sampling(5), session="gone")),
+        asyncio.create_task(engine.generate([3, 4], Sampling(9, seed=1), session="stays")),
+    ]
+    Meddling(engine, lambda step: step == 5 and tasks[0].cancel())  # its fifth token is its last
+    gone, stays = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(gone, asyncio.CancelledError)
     assert stays.tokens == expected.tokens
     assert_nothing_leaks(engine)
@@ -147,32 +143,24 @@ def test_a_step_that_breaks_fails_all_each_with_an_error_of_its_own_and_the_next
     assert ask(engine, ([1, 2], Sampling(5, seed=3)))[0].tokens == expected.tokens
 
 
-def test_closing_ends_whoever_waits_and_refuses_whoever_comes(qwen3):
+async def test_closing_ends_whoever_waits_and_refuses_whoever_comes(qwen3):
     engine = LocalEngine(qwen3, max_context=64, max_requests=1, kv_tokens=64)
-
-    async def run():
-        tasks = [asyncio.create_task(engine.generate([i + 1], Sampling(50), session="")) for i in range(3)]
-        await asyncio.sleep(0.01)
-        await engine.close()
-        ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 40)
-        return [*ended, *await asyncio.gather(engine.generate([1], Sampling(), session=""), return_exceptions=True)]
-
-    outcome = asyncio.run(run())
+    tasks = [asyncio.create_task(engine.generate([i + 1], Sampling(50), session="")) for i in range(3)]
+    await asyncio.sleep(0.01)
+    await engine.close()
+    ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 40)
+    outcome = [*ended, *await asyncio.gather(engine.generate([1], Sampling(), session=""), return_exceptions=True)]
     assert [str(error) for error in outcome] == ["the engine was closed"] * 3 + ["the engine is closed; make another"]
     assert_nothing_leaks(engine)
 
 
-def test_a_worker_that_is_cancelled_leaves_nobody_waiting_and_is_replaced(qwen3):
+async def test_a_worker_that_is_cancelled_leaves_nobody_waiting_and_is_replaced(qwen3):
     engine = LocalEngine(qwen3, max_context=64, max_requests=2, kv_tokens=128)
-
-    async def run():
-        task = asyncio.create_task(engine.generate([1], Sampling(50), session=""))
-        await asyncio.sleep(0.01)
-        engine.worker.cancel()
-        (ended,) = await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 40)
-        return ended, await engine.generate([2], Sampling(3), session="")
-
-    ended, done = asyncio.run(run())
+    task = asyncio.create_task(engine.generate([1], Sampling(50), session=""))
+    await asyncio.sleep(0.01)
+    engine.worker.cancel()
+    (ended,) = await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 40)
+    ended, done = ended, await engine.generate([2], Sampling(3), session="")
     assert str(ended) == "the engine was stopped"
     assert len(done.tokens) == 3
     assert_nothing_leaks(engine)
@@ -196,16 +184,12 @@ def test_an_engine_goes_on_in_a_second_event_loop_whatever_the_first_left_behind
         task._log_destroy_pending = False
 
 
-def test_two_event_loops_at_once_are_refused(qwen3):
+async def test_two_event_loops_at_once_are_refused(qwen3):
     engine = LocalEngine(qwen3, max_context=64, max_requests=2, kv_tokens=128)
-
-    async def run():
-        mine = asyncio.create_task(engine.generate([1], Sampling(20), session=""))
-        await asyncio.sleep(0)
-        (other,) = await asyncio.to_thread(ask, engine, ([2], Sampling(3)))
-        return await mine, other
-
-    mine, other = asyncio.run(run())
+    mine = asyncio.create_task(engine.generate([1], Sampling(20), session=""))
+    await asyncio.sleep(0)
+    (other,) = await asyncio.to_thread(ask, engine, ([2], Sampling(3)))
+    mine, other = await mine, other
     assert len(mine.tokens) == 20
     assert "another event loop" in str(other)
 

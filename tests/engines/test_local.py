@@ -176,7 +176,7 @@ def test_a_request_put_back_draws_the_tokens_it_would_have_drawn(qwen3, monkeypa
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
-def test_ten_thousand_requests_through_a_pool_that_holds_two_hundred_lose_no_page(qwen3):
+async def test_ten_thousand_requests_through_a_pool_that_holds_two_hundred_lose_no_page(qwen3):
     engine = LocalEngine(qwen3, max_context=32, max_requests=128, kv_tokens=200 * 8, page_size=8)
     chance = np.random.default_rng(0)
 
@@ -187,10 +187,7 @@ def test_ten_thousand_requests_through_a_pool_that_holds_two_hundred_lose_no_pag
             prompt += done.tokens
         return len(prompt)
 
-    async def run():
-        return await asyncio.gather(*(episode(i) for i in range(2500)))
-
-    assert len(asyncio.run(run())) == 2500
+    assert len(await asyncio.gather(*(episode(i) for i in range(2500)))) == 2500
     pages = engine.pool
     assert (pages.num_used, pages.num_available) == (0, 200)
     assert engine.metrics()["engine/sampled"] == 20_000
@@ -204,24 +201,20 @@ def test_a_pool_too_small_for_one_sequence_is_refused(qwen3):
         LocalEngine(qwen3, max_context=128, kv_tokens=100)
 
 
-def test_new_weights_while_requests_are_live_are_used_from_the_next_token_on(qwen3):
+async def test_new_weights_while_requests_are_live_are_used_from_the_next_token_on(qwen3):
     import copy
 
     model = copy.deepcopy(qwen3)
     engine = LocalEngine(model, max_context=128, kv_tokens=1024)
     (prompt,) = random_prompts([20], 99)
-
-    async def run():
-        request = asyncio.create_task(engine.generate(prompt, Sampling(40, 0.0), session="a"))
-        while engine.batch.known.max() < 25:
-            await asyncio.sleep(0)
-        (row,) = engine.scheduler.running
-        before = engine.batch.tokens[row, 20:25].tolist()
-        other = {name: torch.randn_like(value) * 0.05 for name, value in model.state_dict().items()}
-        await engine.load(other, version=1)
-        return before, await request
-
-    before, done = asyncio.run(run())
+    request = asyncio.create_task(engine.generate(prompt, Sampling(40, 0.0), session="a"))
+    while engine.batch.known.max() < 25:
+        await asyncio.sleep(0)
+    (row,) = engine.scheduler.running
+    before = engine.batch.tokens[row, 20:25].tolist()
+    other = {name: torch.randn_like(value) * 0.05 for name, value in model.state_dict().items()}
+    await engine.load(other, version=1)
+    before, done = before, await request
     assert list(done.tokens[:5]) == before
     assert list(done.tokens[5:]) == greedy_by_transformers(model, [[*prompt, *before]], 35)[0]
 
@@ -334,34 +327,26 @@ def test_a_deadline_ends_a_request_with_what_has_been_sampled(qwen3):
         ([1], Sampling(stop_texts=("x",)), "decode"),
     ],
 )
-def test_a_bad_request_is_refused_alone(qwen3, prompt, sampling, complaint):
+async def test_a_bad_request_is_refused_alone(qwen3, prompt, sampling, complaint):
     engine = LocalEngine(qwen3, max_context=128, max_requests=2, kv_tokens=256)
-
-    async def run():
-        return await asyncio.gather(
-            engine.generate(prompt, sampling, session="bad"),
-            engine.generate([1, 2], Sampling(3), session="good"),
-            return_exceptions=True,
-        )
-
-    bad, good = asyncio.run(run())
+    bad, good = await asyncio.gather(
+        engine.generate(prompt, sampling, session="bad"),
+        engine.generate([1, 2], Sampling(3), session="good"),
+        return_exceptions=True,
+    )
     assert isinstance(bad, EngineError)
     assert complaint in str(bad)
     assert len(good.tokens) == 3
 
 
-def test_a_cancelled_request_leaves_and_the_others_go_on(qwen3):
+async def test_a_cancelled_request_leaves_and_the_others_go_on(qwen3):
     engine = LocalEngine(qwen3, max_context=128, max_requests=4, kv_tokens=512)
-
-    async def run():
-        slow = asyncio.create_task(engine.generate([1, 2], Sampling(100), session="slow"))
-        quick = asyncio.create_task(engine.generate([3], Sampling(30), session="quick"))
-        await asyncio.sleep(0.02)
-        slow.cancel()
-        done = await quick
-        return done, engine.scheduler.running, engine.scheduler.waiting
-
-    done, live, waiting = asyncio.run(run())
+    slow = asyncio.create_task(engine.generate([1, 2], Sampling(100), session="slow"))
+    quick = asyncio.create_task(engine.generate([3], Sampling(30), session="quick"))
+    await asyncio.sleep(0.02)
+    slow.cancel()
+    done = await quick
+    done, live, waiting = done, engine.scheduler.running, engine.scheduler.waiting
     assert len(done.tokens) == 30
     assert not live
     assert not waiting

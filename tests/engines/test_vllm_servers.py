@@ -101,7 +101,7 @@ def servers(vllm_python, folder):
             server.kill()
 
 
-def test_a_server_that_is_killed_and_started_again_samples_from_the_newest_weights(servers, folder):
+async def test_a_server_that_is_killed_and_started_again_samples_from_the_newest_weights(servers, folder):
     model, renderer = load_model(folder, device="cpu"), Renderer.from_folder(folder)
     engine = HttpEngine(model, [server.url for server in servers], 256, renderer=renderer)
     probe, found = WeightProbe(model, Sampling(), "float32"), []
@@ -118,22 +118,18 @@ def test_a_server_that_is_killed_and_started_again_samples_from_the_newest_weigh
                 parameter.mul_(1 + 0.02 * torch.randn_like(parameter))
         await engine.load(model.state_dict(), version)
 
-    async def run():
-        await learn(1)
-        await ask(8)
-        servers[0].kill()
-        await ask(8)
-        await learn(2)
-        servers[0].start()
-        await asyncio.to_thread(servers[0].wait)
-        while not all(replica.up for replica in engine.replicas):
-            await asyncio.sleep(0.2)
-        await ask(16)
-        shares = [sum(where is replica for where in engine.routes.sessions.values()) for replica in engine.replicas]
-        await engine.close()
-        return shares
-
-    shares = asyncio.run(run())
+    await learn(1)
+    await ask(8)
+    servers[0].kill()
+    await ask(8)
+    await learn(2)
+    servers[0].start()
+    await asyncio.to_thread(servers[0].wait)
+    while not all(replica.up for replica in engine.replicas):
+        await asyncio.sleep(0.2)
+    await ask(16)
+    shares = [sum(where is replica for where in engine.routes.sessions.values()) for replica in engine.replicas]
+    await engine.close()
     assert [version for version, _ in found] == [1] * 16 + [2] * 16
     assert max(gap for _, gap in found) < 1e-3
     assert min(shares) > 4

@@ -81,7 +81,7 @@ def test_without_redundancy_everybody_is_waited_for():
     assert not +counts
 
 
-def test_a_defect_ends_the_batch_and_leaves_no_one_playing():
+async def test_a_defect_ends_the_batch_and_leaves_no_one_playing():
     ended = []
 
     async def one(task, seed, name, begin):
@@ -92,13 +92,10 @@ def test_a_defect_ends_the_batch_and_leaves_no_one_playing():
         finally:
             ended.append(name)
 
-    async def batch():
-        with pytest.raises(ExceptionGroup) as caught:
-            await GroupCollector(one, DEFAULT_OPTIONS, Counter()).collect([Task("a"), Task("b")], 0, 3)
-        await asyncio.sleep(0.05)
-        assert caught.group_contains(AssertionError, match="a defect")
-
-    asyncio.run(batch())
+    with pytest.raises(ExceptionGroup) as caught:
+        await GroupCollector(one, DEFAULT_OPTIONS, Counter()).collect([Task("a"), Task("b")], 0, 3)
+    await asyncio.sleep(0.05)
+    assert caught.group_contains(AssertionError, match="a defect")
     assert len(ended) == 6
 
 

@@ -111,7 +111,7 @@ def test_with_lag_staleness_is_bounded_and_a_resumed_run_trains_no_task_twice(tm
     assert any(row["batch/lag_mean"] > 0 for row in metrics)
 
 
-def test_the_event_loop_runs_while_the_learner_computes():
+async def test_the_event_loop_runs_while_the_learner_computes():
     parts = build(load(None, [*SMALL, "trainer.steps=1"]))
     ticks: list[float] = []
 
@@ -123,39 +123,32 @@ def test_the_event_loop_runs_while_the_learner_computes():
             time.sleep(0.3)  # holds this thread alone
             return parts.learner.update(*args)
 
-    async def ticking():
-        trainer = make_trainer(parts, Busy())
-        job = asyncio.ensure_future(trainer.fit())
-        while not job.done():
-            ticks.append(time.perf_counter())
-            await asyncio.sleep(0.01)
-        await job
-
-    asyncio.run(ticking())
+    trainer = make_trainer(parts, Busy())
+    job = asyncio.ensure_future(trainer.fit())
+    while not job.done():
+        ticks.append(time.perf_counter())
+        await asyncio.sleep(0.01)
+    await job
     learning = [ticks[i] for i in range(len(ticks) - 20) if ticks[i + 20] - ticks[i] < 0.5]
     assert learning  # twenty times in a row it came round, during the sleep too
 
 
-def test_a_cancelled_update_is_completed(tmp_path):
+async def test_a_cancelled_update_is_completed(tmp_path):
     parts = build(load(None, [*SMALL, "trainer.steps=3"]))
     trainer = make_trainer(parts)
     update, done = parts.learner.update, []
+    job = asyncio.ensure_future(trainer.fit())
 
-    async def stopped():
-        job = asyncio.ensure_future(trainer.fit())
+    def slow(*args):
+        asyncio_loop.call_soon_threadsafe(job.cancel)
+        time.sleep(0.1)
+        done.append(update(*args))
+        return done[-1]
 
-        def slow(*args):
-            asyncio_loop.call_soon_threadsafe(job.cancel)
-            time.sleep(0.1)
-            done.append(update(*args))
-            return done[-1]
-
-        asyncio_loop = asyncio.get_running_loop()
-        parts.learner.update = slow
-        with pytest.raises(asyncio.CancelledError):
-            await job
-
-    asyncio.run(stopped())
+    asyncio_loop = asyncio.get_running_loop()
+    parts.learner.update = slow
+    with pytest.raises(asyncio.CancelledError):
+        await job
     assert len(done) == trainer.step == 1
     assert trainer.state()["pipeline"] == {"next": 1, "sizes": {}, "left": []}
 
