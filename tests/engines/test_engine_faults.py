@@ -80,15 +80,19 @@ def ask(engine, *requests):
     return asyncio.run(run())
 
 
-async def test_a_request_cancelled_in_the_turn_it_is_answered_ends_no_other(qwen3):
+def test_a_request_cancelled_in_the_turn_it_is_answered_ends_no_other(qwen3):
     engine = LocalEngine(qwen3, max_context=64, max_requests=4, kv_tokens=256)
     (expected,) = ask(engine, ([3, 4], Sampling(9, seed=1)))
-    tasks = [
-        asyncio.create_task(engine.generate([1, 2], Sampling(5), session="gone")),
-        asyncio.create_task(engine.generate([3, 4], Sampling(9, seed=1), session="stays")),
-    ]
-    Meddling(engine, lambda step: step == 5 and tasks[0].cancel())  # its fifth token is its last
-    gone, stays = await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def run():
+        tasks = [
+            asyncio.create_task(engine.generate([1, 2], Sampling(5), session="gone")),
+            asyncio.create_task(engine.generate([3, 4], Sampling(9, seed=1), session="stays")),
+        ]
+        Meddling(engine, lambda step: step == 5 and tasks[0].cancel())  # its fifth token is its last
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    gone, stays = asyncio.run(run())
     assert isinstance(gone, asyncio.CancelledError)
     assert stays.tokens == expected.tokens
     assert_nothing_leaks(engine)
@@ -160,7 +164,7 @@ async def test_a_worker_that_is_cancelled_leaves_nobody_waiting_and_is_replaced(
     await asyncio.sleep(0.01)
     engine.worker.cancel()
     (ended,) = await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 40)
-    ended, done = ended, await engine.generate([2], Sampling(3), session="")
+    done = await engine.generate([2], Sampling(3), session="")
     assert str(ended) == "the engine was stopped"
     assert len(done.tokens) == 3
     assert_nothing_leaks(engine)
@@ -184,12 +188,16 @@ def test_an_engine_goes_on_in_a_second_event_loop_whatever_the_first_left_behind
         task._log_destroy_pending = False
 
 
-async def test_two_event_loops_at_once_are_refused(qwen3):
+def test_two_event_loops_at_once_are_refused(qwen3):
     engine = LocalEngine(qwen3, max_context=64, max_requests=2, kv_tokens=128)
-    mine = asyncio.create_task(engine.generate([1], Sampling(20), session=""))
-    await asyncio.sleep(0)
-    (other,) = await asyncio.to_thread(ask, engine, ([2], Sampling(3)))
-    mine, other = await mine, other
+
+    async def run():
+        mine = asyncio.create_task(engine.generate([1], Sampling(20), session=""))
+        await asyncio.sleep(0)
+        (other,) = await asyncio.to_thread(ask, engine, ([2], Sampling(3)))
+        return await mine, other
+
+    mine, other = asyncio.run(run())
     assert len(mine.tokens) == 20
     assert "another event loop" in str(other)
 

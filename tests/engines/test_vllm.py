@@ -139,10 +139,13 @@ def test_of_a_model_with_adapters_only_these_are_sent(vllm_python):
     assert untouched
 
 
-async def test_sleeping_and_waking_change_nothing(plain):
-    first = await plain.generate(PROBE_PROMPT, Sampling(8, seed=1), session="a")
-    await plain.sleep()
-    first, again = first, await plain.generate(PROBE_PROMPT, Sampling(8, seed=1), session="a")
+def test_sleeping_and_waking_change_nothing(plain):
+    async def run():
+        first = await plain.generate(PROBE_PROMPT, Sampling(8, seed=1), session="a")
+        await plain.sleep()
+        return first, await plain.generate(PROBE_PROMPT, Sampling(8, seed=1), session="a")
+
+    first, again = asyncio.run(run())
     assert first.tokens == again.tokens
 
 

@@ -136,21 +136,27 @@ def test_whoever_waits_when_the_process_dies_is_told_and_so_is_the_next(engine):
         assert "out of everything" in str(error)
 
 
-async def test_whoever_goes_ends_only_its_own_request(engine):
-    await labelled(engine)
-    long = [asyncio.create_task(engine.generate([1], Sampling(100), session=str(i))) for i in range(2)]
-    await asyncio.sleep(0.05)
-    long[0].cancel()
-    done = await asyncio.gather(*long, return_exceptions=True)
-    (gone, there), waiting = done, dict(engine.process.pending)
+def test_whoever_goes_ends_only_its_own_request(engine):
+    async def run():
+        await labelled(engine)
+        long = [asyncio.create_task(engine.generate([1], Sampling(100), session=str(i))) for i in range(2)]
+        await asyncio.sleep(0.05)
+        long[0].cancel()
+        done = await asyncio.gather(*long, return_exceptions=True)
+        return done, dict(engine.process.pending)
+
+    (gone, there), waiting = asyncio.run(run())
     assert isinstance(gone, asyncio.CancelledError)
     assert len(there.tokens) == 100
     assert waiting == {}
 
 
-async def test_a_deadline_ends_a_completion_with_what_there_is(engine):
-    await labelled(engine)
-    done = await engine.generate([1], Sampling(100, seconds=0.1), session="a")
+def test_a_deadline_ends_a_completion_with_what_there_is(engine):
+    async def run():
+        await labelled(engine)
+        return await engine.generate([1], Sampling(100, seconds=0.1), session="a")
+
+    done = asyncio.run(run())
     assert 0 < len(done.tokens) < 100
     assert done.finish == "abort"
 
