@@ -115,10 +115,7 @@ def test_a_server_that_will_not_do_is_one_message_and_nothing_is_written(serve, 
             ["engine=vllm", "engine.python=/no/python"],
             "engine.python=/no/python: cannot be started as a Python interpreter",
         ),
-        (
-            ["engine=http", "engine.urls=[http://127.0.0.1:9]"],
-            "http://127.0.0.1:9: no server there",
-        ),
+        (["engine=http", "engine.urls=[http://127.0.0.1:9]"], "http://127.0.0.1:9: no server there"),
     ],
 )
 def test_an_engine_that_is_not_there_is_one_message_and_nothing_is_written(tmp_path, settings, complaint):

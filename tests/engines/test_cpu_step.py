@@ -186,9 +186,7 @@ def test_it_samples_from_the_weights_it_was_given_last_while_a_learner_writes_in
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"hidden_act": "gelu"}, {"torch_dtype": torch.float64}],
-    ids=["another activation", "another precision"],
+    "change", [{"hidden_act": "gelu"}, {"torch_dtype": torch.float64}], ids=["another activation", "another precision"]
 )
 def test_a_model_it_cannot_run_goes_torchs_way(change):
     dtype = change.pop("torch_dtype", torch.float32)

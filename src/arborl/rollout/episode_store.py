@@ -303,12 +303,7 @@ def _message_from(row: Mapping[str, Any]) -> Message:
 
 
 def _failure_to(failure: Failure) -> dict[str, Any]:
-    return {
-        "where": failure.where,
-        "kind": failure.kind,
-        "message": failure.message,
-        "traceback": failure.traceback,
-    }
+    return {"where": failure.where, "kind": failure.kind, "message": failure.message, "traceback": failure.traceback}
 
 
 def _plain(value: Any) -> Any:

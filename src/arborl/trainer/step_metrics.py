@@ -20,10 +20,7 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
     episodes = [episode for group in groups for episode in group.episodes if episode.weight > 0]
     survivors = [episode for episode in episodes if episode.failure is None]
     has_rewards = not any(episode.is_offline for episode in episodes)  # demonstrations have none
-    metrics: Metrics = {
-        "episode/count": float(len(episodes)),
-        "episode/failed": float(len(episodes) - len(survivors)),
-    }
+    metrics: Metrics = {"episode/count": float(len(episodes)), "episode/failed": float(len(episodes) - len(survivors))}
     if has_rewards:
         flat = [is_constant(np.array([episode.reward for episode in group.valid_episodes])) for group in groups]
         metrics["group/zero_variance"] = float(np.mean(flat)) if flat else 0.0

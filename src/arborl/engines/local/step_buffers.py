@@ -21,10 +21,7 @@ from torch import Tensor
 
 from arborl.engines.local.shared_prefix import max_groups
 
-BUCKETS = (
-    *(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256),
-    *range(320, 1025, 64),
-)
+BUCKETS = (*(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256), *range(320, 1025, 64))
 """Numbers of rows of CUDA graphs; a step uses the next larger one."""
 
 
