@@ -7,6 +7,7 @@ text).
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import pydantic_core
@@ -58,16 +59,9 @@ class EpisodeStore:
     def write(self, step: int, groups: Sequence[Group]) -> Path:
         """Write the episodes of a step atomically. Writing a step again replaces the file."""
         path = self.folder / f"step-{step:06}.jsonl"
-        temporary = path.with_name(f".{path.name}.tmp")
-        with disk_errors(path):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                with temporary.open("wb") as file:
-                    for group in groups:
-                        file.writelines(_line(episode_to_json(episode)) + b"\n" for episode in group.episodes)
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
+        with atomic_file(path) as file:
+            for group in groups:
+                file.writelines(_line(episode_to_json(episode)) + b"\n" for episode in group.episodes)
         return path
 
     def paths(self) -> list[Path]:
@@ -88,6 +82,20 @@ class EpisodeStore:
             with episode_errors(f"{path}: line {number}"):
                 episode = episode_from_json(row)
             yield episode
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that replaces `path` when it is complete."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                yield file
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -123,7 +131,7 @@ def episode_to_json(episode: Episode) -> dict[str, Any]:
         "stop": episode.stop.value,
         "rewards": dict(episode.rewards),
         "metrics": dict(episode.metrics),
-        "failure": _failure_to(episode.failure) if episode.failure else None,
+        "failure": dataclasses.asdict(episode.failure) if episode.failure else None,
         "seconds": episode.seconds,
         "turn_weight": episode.turn_weight,
     } | ({} if episode.weight == 1.0 else {"weight": episode.weight})
@@ -302,10 +310,6 @@ def _message_from(row: Mapping[str, Any]) -> Message:
     return Message(**{**row, "tool_calls": tuple(ToolCall(**call) for call in row.get("tool_calls", ()))})
 
 
-def _failure_to(failure: Failure) -> dict[str, Any]:
-    return {"where": failure.where, "kind": failure.kind, "message": failure.message, "traceback": failure.traceback}
-
-
 def _plain(value: Any) -> Any:
     """The value if it is plain JSON, else its conversion by `json`."""
     return value if _is_plain(value) else json.loads(json.dumps(value, default=_to_json_value))
@@ -371,16 +375,13 @@ class RolloutReplay:
         self.path = path
         self.batches: dict[int, list[int]] = {}
         """Seed of a batch -> offsets of its lines."""
-        self._index()
-
-    def _index(self) -> None:
         started: dict[int, list[int]] = {}
-        with self.path.open("rb") as file:
+        with path.open("rb") as file:
             while True:
                 offset, line = file.tell(), file.readline()
                 if not line.endswith(b"\n"):  # the end, or an incomplete line of a killed run
                     return
-                seed, number, of = _line_head(self.path, line)
+                seed, number, of = _line_head(path, line)
                 offsets = started[seed] = [*(started.get(seed, []) if number else []), offset]
                 if len(offsets) == max(of, 1):
                     self.batches[seed] = offsets

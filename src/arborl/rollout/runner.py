@@ -76,6 +76,14 @@ class ConcurrencyLimit:
         self.is_overloaded, self.most = is_overloaded, most
         self.num_running, self.last_decrease = 0, 0.0
         self.waiting: deque[asyncio.Future[None]] = deque()
+        self.polling = asyncio.Lock()
+
+    async def wait_for_capacity(self) -> None:
+        """Hold new episodes while the engine is overloaded. One waiter polls for all."""
+        if self.is_overloaded():
+            async with self.polling:
+                while self.is_overloaded():
+                    await asyncio.sleep(OVERLOAD_POLL_SECONDS)
 
     async def __aenter__(self) -> None:
         if self.num_running < int(self.limit) and not self.waiting:
@@ -118,13 +126,6 @@ class ConcurrencyLimit:
                 first.set_result(None)
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionQueue:
-    loop: asyncio.AbstractEventLoop
-    concurrency: ConcurrencyLimit
-    lock: asyncio.Lock
-
-
 class Rollout:
     """Runs episodes of tasks.
 
@@ -158,7 +159,8 @@ class Rollout:
         self.engine, self.renderer, self.factories = engine, renderer, factories
         self.sampling, self.limits = sampling, limits
         self.concurrency = concurrency
-        self._queue: AdmissionQueue | None = None
+        self._limit: ConcurrencyLimit | None = None
+        self._limit_loop: asyncio.AbstractEventLoop | None = None
         self.workers, self.training, self.recording = workers or Workers(), training, recording
         self.offline, self.num_top_logprobs = offline, num_top_logprobs
         self.counts: Counter[str] = Counter()
@@ -194,11 +196,11 @@ class Rollout:
         self, options: GroupOptions | None = None, sampling: Mapping[str, Any] | None = None
     ) -> GroupCollector:
         """Collects groups with these options; by default those of training."""
-        queue = self._admission_queue()
+        limit = self._concurrency_limit()
 
         async def play(task: Task, seed: int, name: str, on_start: Callable[[], None]) -> Episode:
-            async with queue.concurrency:
-                await self._wait_for_capacity(queue)
+            async with limit:
+                await limit.wait_for_capacity()
                 on_start()
                 return await self.play(task, seed, name, sampling)
 
@@ -239,30 +241,21 @@ class Rollout:
         offline = [task for task in tasks if isinstance(task, OfflineTask)]
         return self.offline.groups(offline) if self.offline is not None else []
 
-    def _admission_queue(self) -> AdmissionQueue:
-        if self._queue is None or self._queue.loop is not asyncio.get_running_loop():
+    def _concurrency_limit(self) -> ConcurrencyLimit:
+        """That of the running event loop."""
+        if self._limit is None or self._limit_loop is not asyncio.get_running_loop():
             most = DEFAULT_CONCURRENCY if self.workers.kind == "process" else math.inf  # one host has few processes
-            concurrency = ConcurrencyLimit(self.concurrency, self._is_overloaded, self._first_concurrency(), most)
-            self._queue = AdmissionQueue(asyncio.get_running_loop(), concurrency, asyncio.Lock())
-            self.engine_time.after = concurrency.on_completion
-        return self._queue
+            first, engine = self._first_concurrency(), self.engine
+            self._limit = ConcurrencyLimit(self.concurrency, lambda: engine.is_saturated, first, most)
+            self._limit_loop = asyncio.get_running_loop()
+            self.engine_time.after = self._limit.on_completion
+        return self._limit
 
     def _first_concurrency(self) -> int:
         """The engine's capacity; the default if it reports none or if environments need threads or processes."""
         if self.workers.use_threads_or_processes:
             return DEFAULT_CONCURRENCY
         return max(DEFAULT_CONCURRENCY, self.engine.capacity)
-
-    def _is_overloaded(self) -> bool:
-        return self.engine.is_saturated
-
-    async def _wait_for_capacity(self, queue: AdmissionQueue) -> None:
-        """Hold new episodes while the engine is overloaded. One waiter polls for all."""
-        if not self._is_overloaded():
-            return
-        async with queue.lock:
-            while self._is_overloaded():
-                await asyncio.sleep(OVERLOAD_POLL_SECONDS)
 
     async def play(self, task: Task, seed: int, name: str, sampling: Mapping[str, Any] | None = None) -> Episode:
         """Run one episode. Failures are recorded in the episode."""
@@ -316,7 +309,7 @@ class Rollout:
         counts, self.counts = self.counts, Counter()
         stuck = abandoned_calls.hanging() - self.stuck_before
         num_stuck = sum(count for name, count in stuck.items() if not is_reward_call(name))
-        limit = self._queue.concurrency.limit if self._queue is not None else self.concurrency
+        limit = self._limit.limit if self._limit is not None else self.concurrency
         state = {
             "rollout/tool_calls_stuck": float(num_stuck),
             "rollout/concurrency": float(int(limit or self._first_concurrency())),

@@ -85,10 +85,9 @@ def settings_of(name: str, options: MeasureOptions, only: Collection[str] = ()) 
 
 
 def _stored_settings(name: str, options: MeasureOptions) -> RunConfig | None:
-    if name.startswith(REMOTE):
+    if name.startswith(REMOTE) or locate_model(name, options.overrides, options.trust).run is None:
         return None
-    place = locate_model(name, options.overrides, options.trust)
-    return _of_model(_here(place.config, options), str(place.model)) if place.run is not None else None
+    return settings_of(name, options)
 
 
 def _model_settings(name: str, common: RunConfig, options: MeasureOptions) -> RunConfig:

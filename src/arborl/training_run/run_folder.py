@@ -153,16 +153,9 @@ def set_aside(path: Path, step: int) -> None:
         path.replace(path.with_name(f"{path.stem}.before-step-{step:06}{path.suffix}"))
 
 
-def write_execution(folder: Path, execution: dict[str, str]) -> None:
-    path = folder / "execution.json"
+def write_json(path: Path, content: dict[str, Any]) -> Path:
     with disk_errors(path):
-        path.write_text(json.dumps(execution, indent=2) + "\n")
-
-
-def write_summary(folder: Path, summary: dict[str, Any]) -> Path:
-    path = folder / "summary.json"
-    with disk_errors(path):
-        path.write_text(json.dumps(summary, indent=2) + "\n")
+        path.write_text(json.dumps(content, indent=2) + "\n")
     return path
 
 

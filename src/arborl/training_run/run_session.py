@@ -149,7 +149,7 @@ class RunSession:
         self.parts.engine.warm_up(self.parts.rollout.sampling)
         self.parts.learner.check_paths()
         self.execution = execution_of(self.parts.model)
-        run_folder.write_execution(self.home, self.execution)
+        run_folder.write_json(self.home / "execution.json", self.execution)
         console.note(", ".join(f"{name}: {value}" for name, value in self.execution.items()))
 
     async def _train(self, trainer: Trainer, save: SaveCheckpoints, console: Console) -> EvaluationResult:
@@ -262,7 +262,7 @@ class RunSession:
         } | more
         if self.parts.sandbox is not None:
             self.summary["sandbox"] = str(self.parts.sandbox)
-        run_folder.write_summary(self.home, self.summary)
+        run_folder.write_json(self.home / "summary.json", self.summary)
         return self.summary
 
     async def _finish(self, trainer: Trainer, after: EvaluationResult) -> dict[str, Any]:
