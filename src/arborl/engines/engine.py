@@ -62,17 +62,13 @@ class Engine(ABC):
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, session: str, listener: TokenListener | None = None
     ) -> Completion:
-        """Sample a continuation of `prompt`. Calls of one `session` usually extend each other.
-
-        Raises EngineError for an invalid request and after `close`. An error of one request affects no other.
-        """
+        """Sample a continuation of `prompt`. Calls of one `session` usually extend each other. Raises EngineError for
+        an invalid request and after `close`. An error of one request affects no other."""
 
     async def load(self, weights: Weights, version: int) -> None:  # noqa: B027
-        """Sample from these weights from now on and label tokens with `version`.
-
-        A running completion keeps its tokens, each with the version that sampled it (`Completion.versions`), unless the
-        engine is configured to finish or to restart it.
-        """
+        """Sample from these weights from now on and label tokens with `version`. A running completion keeps its tokens,
+        each with the version that sampled it (`Completion.versions`), unless the engine is configured to finish or to
+        restart it."""
 
     async def close(self) -> None:  # noqa: B027
         """Free memory and threads. Pending requests raise EngineError."""

@@ -33,10 +33,8 @@ async def call_with_deadline(
     where: str, seconds: float | None, function: Callable[..., Any], *args: Any, **more: Any
 ) -> Any:
     """The result of `function(*args)`, awaited if it is awaitable. Errors are attributed to `where`, as in `boundary`.
-
     A blocking call cannot be interrupted from its own event loop. It fails after it returns, as it would in a thread:
-    the result of an episode does not depend on where its environment runs.
-    """
+    the result of an episode does not depend on where its environment runs."""
     if seconds is None:
         return await call_without_deadline(where, function, *args, **more)
     start = time.perf_counter()
@@ -112,11 +110,9 @@ CALLING_CODE = (call_with_deadline.__code__, call_without_deadline.__code__, Rew
 
 
 class EventLoopWatchdog:
-    """Warns once for each place in the code that blocks the event loop. It runs in a thread.
-
-    Code in the event loop (agents, async tools and rewards, environments with `blocking = False`) that calls
-    `time.sleep` stops every episode, every deadline and Ctrl-C. It cannot be interrupted, but it can be named.
-    """
+    """Warns once for each place in the code that blocks the event loop. It runs in a thread. Code in the event loop
+    (agents, async tools and rewards, environments with `blocking = False`) that calls `time.sleep` stops every episode,
+    every deadline and Ctrl-C. It cannot be interrupted, but it can be named."""
 
     reported: ClassVar[set[str]] = set()
 

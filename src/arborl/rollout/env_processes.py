@@ -265,11 +265,8 @@ def _kill_all(processes: list[EnvProcess]) -> None:
 
 
 class ProcessEnv(ElsewhereEnv):
-    """An environment in a process.
-
-    It enforces the deadline of a call by killing the process. The time to start another process and to restore the
-    state there does not count.
-    """
+    """An environment in a process. It enforces the deadline of a call by killing the process. The time to start another
+    process and to restore the state there does not count."""
 
     def __init__(self, env: Env, pool: ProcessPool, where: str, seconds: float):
         try:

@@ -46,10 +46,8 @@ class Workers:
                 self.non_blocking.add(name)
 
     async def place(self, make: Callable[[], Env], name: str | None, seconds: float) -> tuple[Env, str]:
-        """The environment, wrapped if it runs elsewhere, and its name.
-
-        It is made where it runs: what it opens (a database) may belong to its thread.
-        """
+        """The environment, wrapped if it runs elsewhere, and its name. It is made where it runs: what it opens (a
+        database) may belong to its thread."""
         if self.kind == "none" or (self.kind == "auto" and name in self.non_blocking):
             env = make()
             if self.kind == "none" or not is_blocking(env):

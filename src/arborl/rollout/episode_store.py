@@ -160,10 +160,8 @@ def episode_from_json(row: Mapping[str, Any]) -> Episode:
 
 def _calls_to(calls: Sequence[Call]) -> list[dict[str, Any]]:
     """Each prompt as `[earlier call or -1, length of the shared prefix with that call's tokens, remaining ids]`.
-
-    Written in full, the prompts of a conversation would grow with the square of its length. The messages are written
-    in the same way.
-    """
+    Written in full, the prompts of a conversation would grow with the square of its length. The messages are written in
+    the same way."""
     rows, earlier_messages = list[dict[str, Any]](), list[tuple[Message, ...]]()
     for number, call in enumerate(calls):
         prompt, completion = Tokens(call.prompt), call.completion
@@ -340,11 +338,9 @@ EMPTY_GROUP = Group(Task(""), [])
 
 
 class BatchRecording(Protocol):
-    """Records training batches, or replays them.
-
-    The file has one line of JSON per group: the seed of its batch, its number, the number of groups of the batch and
-    its episodes. An incomplete batch does not count. If a resumed run writes a batch again, the last one counts.
-    """
+    """Records training batches, or replays them. The file has one line of JSON per group: the seed of its batch, its
+    number, the number of groups of the batch and its episodes. An incomplete batch does not count. If a resumed run
+    writes a batch again, the last one counts."""
 
     async def batch(self, seed: int, tasks: Sequence[Task], play: PlayBatch) -> list[Group]: ...
 

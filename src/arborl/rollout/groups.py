@@ -141,11 +141,9 @@ class GroupCollector:
         self.dropped_failures = [] if dropped_failures is None else dropped_failures
 
     async def collect(self, tasks: Sequence[Task], seed: int, size: int, count: int | None = None) -> list[Group]:
-        """The groups of `count` tasks, in the order of the tasks; the other tasks are spares.
-
-        The next spare of the same source replaces a dropped group, so the batch keeps its mixture. Spares are used in
-        their order, one for each dropped group, so the result does not depend on the order in which groups finish.
-        """
+        """The groups of `count` tasks, in the order of the tasks; the other tasks are spares. The next spare of the
+        same source replaces a dropped group, so the batch keeps its mixture. Spares are used in their order, one for
+        each dropped group, so the result does not depend on the order in which groups finish."""
         slots = batch_slots(tasks, seed, count)
         async with asyncio.TaskGroup() as running:
             jobs = [running.create_task(self.fill(slot, size)) for slot in slots]
@@ -180,10 +178,8 @@ class GroupCollector:
             return True
 
     async def _group(self, slot: BatchSlot, size: int) -> Group:
-        """Run the episodes of a task until enough are finished.
-
-        A restarted group has other seeds and ids, and one redundant episode because the update waits for it.
-        """
+        """Run the episodes of a task until enough are finished. A restarted group has other seeds and ids, and one
+        redundant episode because the update waits for it."""
         task, suffix = slot.task, ("again", slot.attempt) if slot.attempt else ()
         redundancy = self.options.redundancy + (1 if slot.attempt else 0)
         running = slot.running = RunningGroup(self.options.seconds, slot.version)

@@ -36,9 +36,6 @@ class Pipeline:
     """Batches between rollout and learner.
 
     Args:
-        rollout: runs the episodes.
-        source: of the tasks.
-        seed: of the run.
         last: number of updates; no batch beyond it is started.
         size: episodes of a group.
         count: groups of a batch.

@@ -67,13 +67,10 @@ class CallPosition(NamedTuple):
 
 
 class CallNumbering:
-    """Gives each model call a seed and a position that do not depend on timing.
-
-    An agent may start concurrent tasks (`asyncio.gather`, a `TaskGroup`). Calls of the agent's own task are numbered.
-    The seed of a call from another task depends on its prompt and on how often that prompt occurred. In the episode,
-    the calls of a task stand together, behind the agent's last call before them. A call that fails or is cancelled
-    keeps its number.
-    """
+    """Gives each model call a seed and a position that do not depend on timing. An agent may start concurrent tasks
+    (`asyncio.gather`, a `TaskGroup`). Calls of the agent's own task are numbered. The seed of a call from another task
+    depends on its prompt and on how often that prompt occurred. In the episode, the calls of a task stand together,
+    behind the agent's last call before them. A call that fails or is cancelled keeps its number."""
 
     def __init__(self, seed: int):
         self.seed = seed
@@ -125,9 +122,7 @@ SAME_FOR_ALL_CALLS = frozenset(field.name for field in dataclasses.fields(Sampli
 
 class Recorder:
     """The model as the agent sees it. Token ids and log-probabilities of each call are recorded in `episode.calls`.
-
-    Calls may be concurrent; see `CallNumbering`.
-    """
+    Calls may be concurrent; see `CallNumbering`."""
 
     def __init__(
         self,
@@ -251,10 +246,8 @@ class Recorder:
         self.episode.calls[at] = dataclasses.replace(self.episode.calls[at], trained=False)
 
     def close(self) -> None:
-        """End the recording after the agent has returned.
-
-        Calls of tasks that the agent left behind are cancelled and counted. So are episodes without any call.
-        """
+        """End the recording after the agent has returned. Calls of tasks that the agent left behind are cancelled and
+        counted. So are episodes without any call."""
         self._is_closed = True
         abandoned = self._waiting - {asyncio.current_task()}
         for task in abandoned:
@@ -274,10 +267,8 @@ class Recorder:
 
 
 class RecordedEnv(EnvWrapper):
-    """An environment that records its turns in the episode and has a deadline for each call.
-
-    Other methods (`actions`, `oracle`, `snapshot`, …) are passed on and not recorded.
-    """
+    """An environment that records its turns in the episode and has a deadline for each call. Other methods (`actions`,
+    `oracle`, `snapshot`, …) are passed on and not recorded."""
 
     def __init__(self, env: Env, name: str, limits: EpisodeLimits, episode: Episode):
         self.env, self.where = env, f"environment {name!r}"

@@ -58,12 +58,10 @@ class EpisodeFactories:
 
 
 class ConcurrencyLimit:
-    """Admits a limited number of episodes at once, first come, first served.
-
-    Without a fixed limit it adapts to the engine. It starts at the engine's capacity. It grows by one for each
-    completed model call while it is reached and the engine is not overloaded, and shrinks while the engine has requests
-    that it cannot serve. Episodes that wait for tools put no load on the engine, so slow tools lead to more episodes.
-    """
+    """Admits a limited number of episodes at once, first come, first served. Without a fixed limit it adapts to the
+    engine. It starts at the engine's capacity. It grows by one for each completed model call while it is reached and
+    the engine is not overloaded, and shrinks while the engine has requests that it cannot serve. Episodes that wait for
+    tools put no load on the engine, so slow tools lead to more episodes."""
 
     def __init__(
         self,
@@ -130,15 +128,7 @@ class Rollout:
     """Runs episodes of tasks.
 
     Args:
-        engine, renderer: the policy.
-        factories: make agents and environments.
-        sampling: default sampling parameters.
-        limits: default limits of an episode.
         concurrency: concurrent episodes; None adapts to the engine.
-        workers: where environments run.
-        training: options of training groups.
-        recording: records training batches, or replays them.
-        offline: makes episodes of offline data.
         num_top_logprobs: alternatives that are recorded for each sampled token.
     """
 
@@ -182,11 +172,7 @@ class Rollout:
 
         Args:
             tasks: with a `count`, the tasks beyond it are spares for dropped groups.
-            seed: of the batch.
-            group_size: episodes of a task.
             sampling: fields of `Sampling` that replace those of training, for all sources: `{"temperature": 0.0}`.
-            options: how groups are collected.
-            count: number of groups; by default one for each task.
         """
         with self.running():
             await self.probe_envs(tasks)

@@ -71,10 +71,8 @@ def _concatenate(arrays: Sequence[Ints]) -> Ints:
 
 
 def build_token_trees(groups: Sequence[Group]) -> Forest:
-    """One tree for each group, from the calls of its surviving episodes, and the terms of all of them.
-
-    Terms are in the order of group, episode, call, token. Advantage and weight are 0; the algorithm sets them.
-    """
+    """One tree for each group, from the calls of its surviving episodes, and the terms of all of them. Terms are in the
+    order of group, episode, call, token. Advantage and weight are 0; the algorithm sets them."""
     trees: list[TokenTree] = []
     columns: list[tuple[Ints, ...]] = []
     logprobs: list[float] = []
@@ -140,11 +138,9 @@ def _unshared_tokens(rows: Sequence[Tokens]) -> int:
 
 
 def branch_factors(weights: Sequence[float], most: int, how: DownsampleMode, chance: np.random.Generator) -> Floats:
-    """Factor of each branch, 0 if it is dropped; `weights` are the weights of the branches in the loss.
-
-    `random` keeps the last branch and samples the others; the factor is 1 / probability, so the expectation is
-    unchanged. `last` keeps the latest branches, scaled to the total weight.
-    """
+    """Factor of each branch, 0 if it is dropped; `weights` are the weights of the branches in the loss. `random` keeps
+    the last branch and samples the others; the factor is 1 / probability, so the expectation is unchanged. `last` keeps
+    the latest branches, scaled to the total weight."""
     branches = len(weights)
     if branches <= most:
         return np.ones(branches)

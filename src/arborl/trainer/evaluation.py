@@ -64,10 +64,8 @@ class Evaluator:
         self.config, self.seed, self.tags = config, seed, tags or ValEnvsConfig()
 
     async def measure(self) -> EvaluationResult:
-        """`success` and `reward` with sampling, `greedy_success` and `greedy_reward`; means over tasks.
-
-        With several sources each has its own too: `success/math`.
-        """
+        """`success` and `reward` with sampling, `greedy_success` and `greedy_reward`; means over tasks. With several
+        sources each has its own too: `success/math`."""
         groups = await self.play(self.config.temperature)
         metrics = evaluation_metrics(groups)
         warn_of_failures(groups)
@@ -126,10 +124,8 @@ def warn_of_failures(groups: list[Group]) -> None:
 
 
 def scores(groups: list[Group]) -> Metrics:
-    """Success, reward and rewards of weight 0 with 95 % intervals; number of tasks and of failed episodes.
-
-    A failed episode counts as 0. If all failed, or no part reports success, that metric is absent: not measured.
-    """
+    """Success, reward and rewards of weight 0 with 95 % intervals; number of tasks and of failed episodes. A failed
+    episode counts as 0. If all failed, or no part reports success, that metric is absent: not measured."""
     metrics = {"tasks": float(len(groups)), "failed": float(count_episodes(groups)[1])}
     survivors = [episode for group in groups for episode in group.valid_episodes]
     if not survivors:

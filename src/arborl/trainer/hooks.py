@@ -34,10 +34,8 @@ ShowEpisodes = Callable[[int, Sequence[Group]], Awaitable[object]]
 
 
 class WriteEpisodes:
-    """Write every episode of the step in the background. An error ends the run a step later.
-
-    The file of a step may follow its metrics a moment later, and always precedes its checkpoint.
-    """
+    """Write every episode of the step in the background. An error ends the run a step later. The file of a step may
+    follow its metrics a moment later, and always precedes its checkpoint."""
 
     def __init__(self, folder: Path):
         self.store = EpisodeStore(folder)
@@ -107,11 +105,9 @@ class TrackEpisodes:
 
 class SaveCheckpoints:
     """Write a checkpoint every `every` steps, and at the last, in the background. An error ends the run a step later.
-
     The run waits only if the checkpoint before is still being written. Memory for the copies is allocated in the
     background after the first step, which takes long for large models; a checkpoint that is due earlier is written
-    after the first step that finds the memory ready.
-    """
+    after the first step that finds the memory ready."""
 
     def __init__(
         self,

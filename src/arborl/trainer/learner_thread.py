@@ -25,10 +25,8 @@ class LearnerThread:
         return await self._run(torch.get_num_threads(), lambda: function(*args, **kwargs))
 
     async def run_beside_engine(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The same while the event loop's thread computes too: each gets half of torch's threads.
-
-        Two computations that both use all cores are slower than one after the other.
-        """
+        """The same while the event loop's thread computes too: each gets half of torch's threads. Two computations that
+        both use all cores are slower than one after the other."""
         num_threads = torch.get_num_threads()
         num_learner_threads = max(1, num_threads // 2)
         torch.set_num_threads(max(1, num_threads - num_learner_threads))

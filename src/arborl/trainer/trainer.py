@@ -75,10 +75,8 @@ class StageTimer:
 
 
 class Trainer:
-    """The parts of a run and its position: `step` of `num_steps` steps are done.
-
-    Metrics, episodes, checkpoint and evaluation of the N-th update carry the number N. Step 0 is the start.
-    """
+    """The parts of a run and its position: `step` of `num_steps` steps are done. Metrics, episodes, checkpoint and
+    evaluation of the N-th update carry the number N. Step 0 is the start."""
 
     def __init__(
         self,

@@ -47,10 +47,8 @@ def select_episodes(episodes: Sequence[Episode], count: int) -> list[Episode]:
 
 class EpisodeRenderer:
     """Hook that renders episodes of training steps and of every evaluation as GIFs, in `train/` and `validation/`.
-
     Episodes are replayed from their records in a fresh environment; the model is not called. A rendering error is
-    logged and does not fail the run.
-    """
+    logged and does not fail the run."""
 
     def __init__(
         self,

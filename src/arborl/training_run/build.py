@@ -209,10 +209,8 @@ def build_served(config: RunConfig, objects: Mapping[str, Any] | None = None) ->
 
 
 def check(config: RunConfig) -> None:
-    """Check that agents, environments, tools and rewards exist and accept their arguments, without a model.
-
-    A tool that is a class (such as an index of a corpus) is not constructed; its arguments are checked.
-    """
+    """Check that agents, environments, tools and rewards exist and accept their arguments, without a model. A tool that
+    is a class (such as an index of a corpus) is not constructed; its arguments are checked."""
     factory = RunPartFactory(config, {})
     factory.cast()
     factory.rewards()

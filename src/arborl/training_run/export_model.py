@@ -44,7 +44,6 @@ def export(
 
     Args:
         name: a run, a checkpoint, a model folder (of adapters too) or a model's name.
-        out: a new folder.
         overrides: settings as on the command line.
         dtype: precision of the weights. Default: that of the run.
         trust: read environment variables that an unsigned run folder names.

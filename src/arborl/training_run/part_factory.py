@@ -97,11 +97,9 @@ class RunPartFactory:
                 self.cluster.close()
 
     def cast(self) -> EpisodeFactories:
-        """Constructors of agents and environments for a task.
-
-        The parts are those of the task's source. A task may name another agent or environment; an agent in the
-        configuration of the source takes precedence over one in its rows.
-        """
+        """Constructors of agents and environments for a task. The parts are those of the task's source. A task may name
+        another agent or environment; an agent in the configuration of the source takes precedence over one in its
+        rows."""
         config, seats = self.config, parts_by_source(self.config)
         tools, sources = self.tools(), config.data.sources
 

@@ -33,10 +33,8 @@ OBJECTS_NOTE = f"""# Names that begin with {OBJECT_PREFIX} are parts that were g
 
 @contextmanager
 def claimed(config: RunConfig, resuming: bool) -> Iterator[Path]:
-    """Create and lock the run folder: `output_dir`, or the next free `runs/<name>-NNN`.
-
-    A folder that was created here and stayed empty is removed.
-    """
+    """Create and lock the run folder: `output_dir`, or the next free `runs/<name>-NNN`. A folder that was created here
+    and stayed empty is removed."""
     made: list[Path] = []
     try:
         with _output_errors(config.output_dir or RUNS):
@@ -177,7 +175,6 @@ def locate_model(
     """The last checkpoint of a run, a checkpoint, a model by name or folder, or the initial model of a YAML file.
 
     Args:
-        path: folder, file or name.
         overrides: settings as on the command line.
         trust: import parts that an unsigned run folder names.
         only: actions that the caller may cause; see `arborl.config.trust.load_run_config`.

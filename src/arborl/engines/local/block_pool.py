@@ -153,12 +153,9 @@ class BlockPool:
         return children[first], longest
 
     def _copy_part(self, table: BlockTable, source: Block, count: int, tokens: Tokens) -> BlockTable:
-        """Append a copy of the first `count` tokens of `source`, if a block is available.
-
-        The source is referenced meanwhile, so that it is not evicted. The copy replaces a cached block that is a prefix
-        of `tokens`, such as the one the session had until a sibling computed its next tokens: used blocks then stay
-        close together.
-        """
+        """Append a copy of the first `count` tokens of `source`, if a block is available. The source is referenced
+        meanwhile, so that it is not evicted. The copy replaces a cached block that is a prefix of `tokens`, such as the
+        one the session had until a sibling computed its next tokens: used blocks then stay close together."""
         self._reference(source)
         if (outgrown := self._cached_prefix(source, tokens)) is not None:
             self._evict(outgrown)

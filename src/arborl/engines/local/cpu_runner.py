@@ -312,11 +312,9 @@ PartQueue = SimpleQueue[Part | None]
 
 
 class ThreadGroup:
-    """Threads that run the parts of one job at the same time.
-
-    The parts of a compiled step wait for each other, so each needs a running thread: `ThreadPoolExecutor` does not
-    guarantee that. Where the system starts fewer threads, the caller splits the job into fewer parts.
-    """
+    """Threads that run the parts of one job at the same time. The parts of a compiled step wait for each other, so each
+    needs a running thread: `ThreadPoolExecutor` does not guarantee that. Where the system starts fewer threads, the
+    caller splits the job into fewer parts."""
 
     def __init__(self, name: str):
         self.name = name

@@ -419,10 +419,8 @@ def _choose(
 def sample_logits(
     logits_BV: Tensor, temperature_B: Tensor, greedy_B: Tensor, uniform_B: Tensor, token_B: Tensor, logprob_B: Tensor
 ) -> None:
-    """A token per row, where the cumulative probability passes its uniform number, and its log-probability.
-
-    A greedy row takes the likeliest token. Reads the logits once and one chunk again.
-    """
+    """A token per row, where the cumulative probability passes its uniform number, and its log-probability. A greedy
+    row takes the likeliest token. Reads the logits once and one chunk again."""
     rows, vocabulary = logits_BV.shape
     chunks = triton.cdiv(vocabulary, CHUNK)
     highest, sum_ = (logits_BV.new_empty(rows, chunks, dtype=torch.float32) for _ in range(2))

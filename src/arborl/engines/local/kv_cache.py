@@ -208,11 +208,8 @@ def _gather(group: AttentionGroup, cached: Tensor) -> Tensor:
 
 
 def attention_group(cache: KVCache, part: AttentionMetadata, offset: int) -> AttentionGroup:
-    """The group of these sequences.
-
-    Where each sequence is one block and the sequences fill most of a run of blocks, the whole run is taken as a view;
-    rows in between attend to nothing new and their output is not read.
-    """
+    """The group of these sequences. Where each sequence is one block and the sequences fill most of a run of blocks,
+    the whole run is taken as a view; rows in between attend to nothing new and their output is not read."""
     device = cache.keys.device
     counts = part.counts
     width, length = int(counts.max()), int(part.ends.max())

@@ -69,12 +69,10 @@ class LocalEngine(Engine):
 
     Args:
         model: may be the learner's; its attention uses `arborl.models.attention`.
-        max_context: maximum tokens of prompt and completion.
         max_requests: requests that run at once; others wait.
         kv_tokens: size of the KV cache in tokens; 0 uses a share of the free memory.
         page_size: tokens of a block; 0 selects 64 on a GPU and a whole sequence on a CPU, where nothing is gathered.
         deterministic: run each request alone and from its start, so that rounding does not depend on other requests.
-        decode: token ids to text, for stop texts.
         update: what happens to running completions when weights change: `continue`, `finish` or `restart`.
         sleep_mode: free the KV cache on the GPU during updates.
         compiled: on a CPU, run steps by compiled code where possible.

@@ -89,11 +89,7 @@ class HttpEngine(SyncedEngine):
     """Servers of one model.
 
     Args:
-        model: the learner's.
-        urls: the servers.
-        max_context: maximum tokens of prompt and completion.
         max_requests: concurrent requests per server; no new episodes start while all servers have so many.
-        dtype: precision of the servers; `auto` is the model's.
         named: the servers' name of the model; the only one they serve by default.
         weights_dir: folder for weights that the servers read.
         seconds: timeout of a request, and of waiting while no server answers.

@@ -64,16 +64,12 @@ class VllmEngine(SyncedEngine):
     """vLLM in a process of its own.
 
     Args:
-        model: the learner's; its weights are sent.
-        max_context: maximum tokens of prompt and completion.
         max_requests: requests that run at once; others wait.
         kv_tokens: size of the KV cache in tokens; 0 uses a share of the memory.
-        dtype: precision; `auto` is the model's.
         python: the interpreter that has vLLM; by default this one.
         args: further arguments of vLLM's `AsyncEngineArgs`.
         sampling: the run's sampling parameters, for the probe after an update.
         sleep_mode: use vLLM's sleep mode during updates, on a GPU that learner and engine share.
-        decode: token ids to text, for stop texts.
     """
 
     def __init__(
