@@ -9,21 +9,10 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from arborl.engines.local import LocalEngine
 from arborl.errors import EngineError
 from arborl.types import FinishReason, Sampling
-
-
-@pytest.fixture(scope="module")
-def qwen3():
-    torch.manual_seed(1)
-    config = Qwen3Config(
-        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config).eval()
 
 
 class Meddling:

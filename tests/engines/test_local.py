@@ -29,7 +29,6 @@ from transformers import (
 from arborl.config.run_config import LearnerConfig
 from arborl.engines.local import LocalEngine
 from arborl.engines.local.sampler import SamplingBatch, sample_tokens, uniform_numbers
-from arborl.engines.local.scheduler import EngineRequest, InputBatch
 from arborl.errors import EngineError
 from arborl.learner.core.learner import Learner
 from arborl.rollout.token_trees import build_token_trees
@@ -39,16 +38,6 @@ from arborl.types import Call, Episode, FinishReason, Group, Sampling, Task
 def random_prompts(sizes: list[int], vocabulary: int, seed: int = 0) -> list[list[int]]:
     chance = np.random.default_rng(seed)
     return [chance.integers(0, vocabulary, size).tolist() for size in sizes]
-
-
-@pytest.fixture(scope="module")
-def qwen3():
-    torch.manual_seed(1)
-    config = Qwen3Config(
-        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config).eval()
 
 
 def greedy_by_transformers(model, prompts: list[list[int]], count: int) -> list[list[int]]:
@@ -388,20 +377,6 @@ def test_adapters_are_sampled_through_and_change_what_is_said():
     assert engine.runner.forward.is_fused
     assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(12, 0.0)] * 2)] == expected
     assert expected != bare
-
-
-@pytest.mark.parametrize(
-    ("column", "value"), [("known", 60), ("length", 9), ("computed", 20), ("prompt", 0), ("limit", 4)]
-)
-def test_a_row_that_is_not_as_the_table_says_is_noticed(column, value):
-    rows = InputBatch(2, 64, 4)
-    done: asyncio.Future = asyncio.new_event_loop().create_future()
-    row = rows.add(EngineRequest(np.arange(5, dtype=np.int32), 5, Sampling(max_tokens=8), done, 0.0), 0, 64)
-    rows.num_blocks[row], rows.tables[row] = 2, [3, 1, 0, 0]
-    rows.check(np.array([row]), 8)
-    getattr(rows, column)[row] = value
-    with pytest.raises(AssertionError):
-        rows.check(np.array([row]), 8)
 
 
 def test_pages_take_no_memory_before_they_are_written(tiny_llama):

@@ -139,12 +139,6 @@ class ThreadPool:
         with self.lock:
             self.idle.append(thread)
 
-    def abandon(self, thread: EnvThread, last: Job, name: str, deadline: float) -> None:
-        """Stop waiting for the thread's call. When the call returns, the thread runs `last` and ends."""
-        self.left.add(thread, name, deadline)
-        self.num_abandoned += 1
-        thread.end(last)
-
     def retire(self, thread: EnvThread) -> bool:
         """Whether an idle thread may end; False if it was just taken."""
         with self.lock:
@@ -234,7 +228,9 @@ class ThreadEnv(ElsewhereEnv, EnvWrapper):
         if thread is None:
             return
         if self.is_stuck:
-            self.pool.abandon(thread, last, self.name, self.deadline)
+            self.pool.left.add(thread, self.name, self.deadline)
+            self.pool.num_abandoned += 1
+            thread.end(last)
         else:
             self.pool.give_back(thread)
 

@@ -131,7 +131,8 @@ class Trainer:
         timer, seed = StageTimer(), derive(self.config.seed, "step", self.step)
         losses = self._reset_counters()
         with timer("rollout"):
-            groups = await self._collect()
+            with span("arborl.wait"):
+                groups = await self.pipeline.take(self.step)
             greedy = await self._collect_greedy(groups, seed) if self.algorithm.needs.greedy else []
         with timer("score"):
             await self._score(groups, greedy)
@@ -160,11 +161,6 @@ class Trainer:
             self._resume_engine()
 
     # -------------------------------------------------------------------------------------------- collect and score
-
-    async def _collect(self) -> list[Group]:
-        await self.pipeline.begin(self.step)
-        with span("arborl.wait"):
-            return list(await self.pipeline.take(self.step))
 
     async def _collect_greedy(self, groups: Sequence[Group], seed: int) -> list[Group]:
         """One greedy episode per task: a baseline that is never trained on."""

@@ -71,7 +71,10 @@ def policies(names: Sequence[str], options: MeasureOptions) -> list[MeasuredPoli
     """The named policies with their settings; no model is loaded."""
     if twice := [name for number, name in enumerate(names) if name in names[:number]]:
         raise ConfigError(f"{twice[0]}: named twice. Name each policy once.")
-    configs = {name: _stored_settings(name, options) for name in names}
+    configs: dict[str, RunConfig | None] = dict.fromkeys(names)
+    for name in names:  # a model has no settings of its own
+        if not name.startswith(REMOTE) and locate_model(name, options.overrides, options.trust).run is not None:
+            configs[name] = settings_of(name, options)
     common = next((config for config in configs.values() if config is not None), None) or load(None, options.overrides)
     return [
         MeasuredPolicy(name, _with_options(config or _model_settings(name, common, options), options))
@@ -81,13 +84,10 @@ def policies(names: Sequence[str], options: MeasureOptions) -> list[MeasuredPoli
 
 def settings_of(name: str, options: MeasureOptions, only: Collection[str] = ()) -> RunConfig:
     place = locate_model(name, options.overrides, options.trust, only)
-    return _of_model(_here(place.config, options), str(place.model))
-
-
-def _stored_settings(name: str, options: MeasureOptions) -> RunConfig | None:
-    if name.startswith(REMOTE) or locate_model(name, options.overrides, options.trust).run is None:
-        return None
-    return settings_of(name, options)
+    config = place.config
+    if not any(word.startswith("placement") for word in options.overrides):  # its cluster may be gone or busy
+        config = config.model_copy(update={"placement": PlacementConfig()})
+    return _of_model(config, str(place.model))
 
 
 def _model_settings(name: str, common: RunConfig, options: MeasureOptions) -> RunConfig:
@@ -97,13 +97,6 @@ def _model_settings(name: str, common: RunConfig, options: MeasureOptions) -> Ru
     key = options.key or ("OPENAI_API_KEY" if url == OPENAI else None)
     where = {"urls": [url.removesuffix("/v1")], "model": name.removeprefix(REMOTE), "api_key_env": key}
     return validate(RunConfig, common.model_dump() | {"engine": {"name": "http", "chat": True} | where})
-
-
-def _here(config: RunConfig, options: MeasureOptions) -> RunConfig:
-    """Without the placement of the run, unless overridden: its cluster may be gone or busy."""
-    if any(word.startswith("placement") for word in options.overrides):
-        return config
-    return config.model_copy(update={"placement": PlacementConfig()})
 
 
 def _of_model(config: RunConfig, model: str) -> RunConfig:

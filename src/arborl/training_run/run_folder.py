@@ -145,12 +145,6 @@ def change_config(folder: Path, before: RunConfig, now: RunConfig, step: int) ->
     write_config(folder, now)
 
 
-def set_aside(path: Path, step: int) -> None:
-    """Rename a file that is outdated from this step on."""
-    if path.exists():
-        path.replace(path.with_name(f"{path.stem}.before-step-{step:06}{path.suffix}"))
-
-
 def write_json(path: Path, content: dict[str, Any]) -> Path:
     with disk_errors(path):
         path.write_text(json.dumps(content, indent=2) + "\n")

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -205,7 +205,8 @@ class RunSession:
         self._set_before(start.state["before"], save)
         self.parts.learner.load(start.folder)
         checkpoint.rewind(self.home / "checkpoints", trainer.step)
-        run_folder.set_aside(self.home / "summary.json", trainer.step)
+        with suppress(FileNotFoundError):  # it is outdated from this step on
+            (self.home / "summary.json").replace(self.home / f"summary.before-step-{trainer.step:06}.json")
         if start.changes:
             run_folder.change_config(self.home, start.before, self.config, trainer.step)
 

@@ -89,9 +89,6 @@ class FusedForward:
     def is_fused(self) -> bool:
         return self.rope is not None
 
-    def use_library(self) -> None:
-        self.layers, self.rope = [], None
-
     def __call__(self, tokens: Tensor, ops: LayerOps) -> Tensor:
         """Hidden states after the final norm, `[N, E]`."""
         x_NE = self.model.base_model.embed_tokens(tokens)

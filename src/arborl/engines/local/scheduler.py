@@ -50,7 +50,7 @@ class EngineRequest:
 
 
 class InputBatch:
-    """The running requests as columns, so that a step has no loop over requests. `check` asserts between two steps:
+    """The running requests as columns, so that a step has no loop over requests. Between two steps:
 
     | column | meaning | invariant |
     |---|---|---|
@@ -101,18 +101,6 @@ class InputBatch:
         self.has_listener[row] = request.listener is not None
         self.top[row] = 0 if request.listener is None else request.listener.top
         return row
-
-    def check(self, rows: Array, block_size: int) -> None:
-        """Raise AssertionError where these running rows violate an invariant."""
-        prompt, known, length = self.prompt[rows], self.known[rows], self.length[rows]
-        assert ((prompt >= 1) & (prompt <= known) & (prompt < self.limit[rows])).all(), "prompt"
-        assert (known <= self.limit[rows]).all(), "known"
-        assert ((known <= length) & (length <= known + 1)).all(), "length"
-        assert (self.computed[rows] <= np.minimum(length, self.num_blocks[rows] * block_size)).all(), "computed"
-        for row in rows.tolist():
-            blocks = self.tables[row, : self.num_blocks[row]].tolist()
-            assert len(set(blocks)) == len(blocks), "blocks"
-        assert not set(rows.tolist()) & set(self.free), "a running row is free"
 
     def remove(self, row: int) -> None:
         self.free.append(row)
