@@ -106,8 +106,7 @@ def kindred(qwen3):
     return prompts, greedy_by_transformers(qwen3, prompts, 12)
 
 
-@pytest.mark.parametrize("page_size", [0, 1, 8, 16])
-@pytest.mark.parametrize("sequences", [1, 3, 16])
+@pytest.mark.parametrize(("sequences", "page_size"), [(1, 0), (1, 8), (3, 1), (3, 16), (16, 0), (16, 1), (16, 8)])
 def test_greedy_tokens_equal_those_of_transformers_with_and_without_prefix_hits(qwen3, kindred, sequences, page_size):
     prompts, expected = kindred
     engine = LocalEngine(qwen3, max_context=128, kv_tokens=128 * sequences, page_size=page_size)
@@ -117,7 +116,7 @@ def test_greedy_tokens_equal_those_of_transformers_with_and_without_prefix_hits(
         assert engine.metrics()["engine/hit_rate"] > 0.3
 
 
-@pytest.mark.parametrize("read_at_once", [1, 2, 8, 9, 41])
+@pytest.mark.parametrize("read_at_once", [1, 8, 9])
 def test_a_prompt_of_which_one_token_is_read_in_a_step_is_read_rightly(qwen3, read_at_once):
     prompts = random_prompts([7, 5, 40, 3], 99)
     expected = greedy_by_transformers(qwen3, prompts, 4)
@@ -126,7 +125,7 @@ def test_a_prompt_of_which_one_token_is_read_in_a_step_is_read_rightly(qwen3, re
     assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(4, 0.0)] * 4)] == expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
 def test_requests_put_back_for_want_of_room_go_on_with_the_same_tokens(family, monkeypatch):
     monkeypatch.setattr("arborl.engines.local.scheduler.HEADROOM", 0)  # let them in as soon as they fit: room runs out
     torch.manual_seed(3)
@@ -244,18 +243,6 @@ def test_the_rollouts_logprobs_equal_the_learners(seedling, sampling):
     learner = Learner(model, LearnerConfig(), sampling)
     gap = (learner.logprobs(forest.trees, forest.terms) - torch.from_numpy(forest.terms.logprob)).abs().max()
     assert gap < 1e-4
-
-
-def test_new_weights_empty_the_cache_and_change_the_answer(qwen3):
-    import copy
-
-    model = copy.deepcopy(qwen3)
-    engine = LocalEngine(model, max_context=128, max_requests=4, kv_tokens=512)
-    prompts, samplings = random_prompts([20], 99), [Sampling(6, 0.0)]
-    generate(engine, prompts, samplings)
-    other = {name: torch.randn_like(value) * 0.05 for name, value in model.state_dict().items()}
-    asyncio.run(engine.load(other, version=1))
-    assert [list(c.tokens) for c in generate(engine, prompts, samplings)] == greedy_by_transformers(model, prompts, 6)
 
 
 def test_deterministic_mode_gives_bit_equal_logprobs_alone_and_in_company(seedling):

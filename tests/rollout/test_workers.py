@@ -104,8 +104,7 @@ def test_an_environment_is_called_in_one_thread_from_beginning_to_end_which_is_n
     assert here not in seen
 
 
-@pytest.mark.parametrize("world", [Sync, Secretive])
-@pytest.mark.parametrize("workers", ["thread", "process"])
+@pytest.mark.parametrize(("workers", "world"), [("thread", Sync), ("thread", Secretive), ("process", Secretive)])
 def test_a_hung_step_costs_its_episode_alone_and_is_counted(seedling, workers, world):
     run = rollout(seedling, world, workers, step_seconds=1.0)
     began = time.perf_counter()
@@ -302,8 +301,9 @@ def test_an_agent_that_holds_the_event_loop_is_named_too_and_an_engine_that_comp
     assert "test_workers.py, line " in caplog.text
 
 
-@pytest.mark.parametrize("workers", ["auto", "thread", "process", "none"])
-@pytest.mark.parametrize("world", [Sync, Secretive])
+@pytest.mark.parametrize(
+    ("workers", "world"), [("auto", Secretive), ("thread", Sync), ("process", Secretive), ("none", Sync)]
+)
 def test_an_environment_that_ends_the_process_costs_its_episode(seedling, workers, world):
     bad, good = play(rollout(seedling, world, workers), "quit", "a")
     assert bad.failure.where == "environment 'world'"

@@ -130,18 +130,20 @@ def scores(groups: list[Group]) -> Metrics:
     survivors = [episode for group in groups for episode in group.valid_episodes]
     if not survivors:
         return metrics
-    if any("success" in episode.metrics for episode in survivors):
-        metrics |= _mean_and_interval("success", groups, partial(episode_metric, "success"))
-    metrics |= _mean_and_interval("reward", groups, lambda episode: episode.reward)
-    for name in unweighted_rewards(survivors):
-        metrics |= _mean_and_interval(name, groups, partial(episode_metric, name))
+    for name, value in episode_scores(survivors).items():
+        metrics |= _mean_and_interval(name, groups, value)
     return metrics
 
 
-def unweighted_rewards(episodes: Sequence[Episode]) -> list[str]:
-    """Metrics `reward/<name>` of rewards with weight 0, without their parts."""
+def episode_scores(episodes: Sequence[Episode]) -> dict[str, Callable[[Episode], float]]:
+    """Success if a part reports it, the reward, and `reward/<name>` of rewards with weight 0, without their parts."""
     names = dict.fromkeys(name for episode in episodes for name in episode.metrics)
-    return [name for name in names if name.startswith("reward/") and name.count("/") == 1]
+    scores: dict[str, Callable[[Episode], float]] = {}
+    if "success" in names:
+        scores["success"] = partial(episode_metric, "success")
+    scores["reward"] = lambda episode: episode.reward
+    unweighted = [name for name in names if name.startswith("reward/") and name.count("/") == 1]
+    return scores | {name: partial(episode_metric, name) for name in unweighted}
 
 
 def episode_metric(name: str, episode: Episode) -> float:

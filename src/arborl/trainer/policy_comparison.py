@@ -15,7 +15,7 @@ from statistics import fmean
 
 import numpy as np
 
-from arborl.trainer.evaluation import count_episodes, episode_metric, group_mean, unweighted_rewards, wilson
+from arborl.trainer.evaluation import count_episodes, episode_metric, episode_scores, group_mean, wilson
 from arborl.types import Group, Metrics
 
 NUM_RESAMPLES = 2000
@@ -83,13 +83,10 @@ def task_scores(groups: Sequence[Group]) -> dict[str, TaskScore]:
     survivors = [episode for group in groups for episode in group.valid_episodes]
     if not survivors:
         return {}
-    has_success = any("success" in episode.metrics for episode in survivors)
-    names = ["success"] if has_success else []
-    scores: dict[str, TaskScore] = {name: partial(group_mean, partial(episode_metric, name)) for name in names}
-    scores["reward"] = partial(group_mean, lambda episode: episode.reward)
-    for name in unweighted_rewards(survivors):
-        scores[name] = partial(group_mean, partial(episode_metric, name))
-    for k in attempt_counts(min(len(group.episodes) for group in groups)) if has_success else ():
+    scores: dict[str, TaskScore] = {
+        name: partial(group_mean, value) for name, value in episode_scores(survivors).items()
+    }
+    for k in attempt_counts(min(len(group.episodes) for group in groups)) if "success" in scores else ():
         scores[f"pass@{k}"], scores[f"pass^{k}"] = partial(_pass, k, pass_at_k), partial(_pass, k, pass_all_k)
     return scores
 

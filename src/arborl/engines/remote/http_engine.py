@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -77,14 +77,6 @@ class ServerReplica(Replica):
         return self.info.model
 
 
-@dataclass(slots=True)
-class LoopClients:
-    """HTTP clients of one event loop, by URL."""
-
-    loop: asyncio.AbstractEventLoop
-    by_url: dict[str, Client] = field(default_factory=dict)
-
-
 class HttpEngine(SyncedEngine):
     """Servers of one model.
 
@@ -124,7 +116,9 @@ class HttpEngine(SyncedEngine):
         self.replicas = [ServerReplica(url.rstrip("/")) for url in urls]
         self.routes = ReplicaPool(self.replicas, self._revive, seconds)
         self.weights: Weights = dict(model.state_dict())
-        self._clients: LoopClients | None = None
+        self._clients: dict[str, Client] = {}
+        """By URL, of the event loop `_loop`."""
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.files = WeightFiles(model, weights_dir) if training else None
         try:
             run_blocking(self._open())
@@ -239,7 +233,7 @@ class HttpEngine(SyncedEngine):
         """Pending requests raise; the servers keep their weights."""
         self.closed = True
         self.routes.close()
-        if self._clients is not None and self._clients.loop is asyncio.get_running_loop():
+        if self._loop is asyncio.get_running_loop():
             await self._leave_loop()
         if self.files is not None:
             self.files.close()
@@ -272,8 +266,8 @@ class HttpEngine(SyncedEngine):
 
     async def _leave_loop(self) -> None:
         self.routes.leave_loop()
-        clients, self._clients = self._clients, None
-        for client in clients.by_url.values() if clients is not None else ():
+        clients, self._clients = self._clients, {}
+        for client in clients.values():
             await client.aclose()
 
     async def _connect(self, replica: ServerReplica) -> None:
@@ -310,13 +304,11 @@ class HttpEngine(SyncedEngine):
         await self._update(replica, self.files.folder, unless_current=True)
 
     def _client(self, replica: ServerReplica) -> Client:
-        loop = asyncio.get_running_loop()
-        if self._clients is None or self._clients.loop is not loop:
-            self._clients = LoopClients(loop)
-        if replica.url not in self._clients.by_url:
-            client = make_client(replica.url, self.headers, self.seconds, self.max_requests)
-            self._clients.by_url[replica.url] = client
-        return self._clients.by_url[replica.url]
+        if self._loop is not asyncio.get_running_loop():
+            self._loop, self._clients = asyncio.get_running_loop(), {}
+        if replica.url not in self._clients:
+            self._clients[replica.url] = make_client(replica.url, self.headers, self.seconds, self.max_requests)
+        return self._clients[replica.url]
 
 
 def make_client(url: str, headers: dict[str, str], seconds: float, requests: int) -> Client:

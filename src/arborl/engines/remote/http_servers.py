@@ -7,7 +7,8 @@ restarted between two requests answers as usual, from the weights it was started
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,8 @@ class ServerInfo:
 
 async def request_json(client: Client, method: str, path: str, seconds: float | None = None, **options: Any) -> Any:
     """The response's JSON. ReplicaUnavailable if another server may succeed; EngineError if the request is wrong."""
-    try:
+    with _transport_errors(client):
         response = await client.request(method, path, timeout=seconds or httpx.USE_CLIENT_DEFAULT, **options)
-    except (httpx.TransportError, httpx.InvalidURL) as error:
-        raise ReplicaUnavailable(f"{client.base_url}: {_transport_error(error)}") from error
     return _parse(client, path, response.status_code, response.content)
 
 
@@ -75,24 +74,28 @@ def _error_message(content: bytes) -> str:
     return " ".join(str(found).split())[:300]
 
 
-def _transport_error(error: Exception) -> str:
-    name = type(error).__name__
-    text = {"ConnectError": "no server there (connection refused)", "ReadTimeout": "took too long"}.get(name, name)
-    return f"{text}{f': {error}' if str(error) and name != 'ConnectError' else ''}"
+@contextmanager
+def _transport_errors(client: Client) -> Iterator[None]:
+    """Converts them to ReplicaUnavailable."""
+    try:
+        yield
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        name = type(error).__name__
+        text = {"ConnectError": "no server there (connection refused)", "ReadTimeout": "took too long"}.get(name, name)
+        detail = f": {error}" if str(error) and name != "ConnectError" else ""
+        raise ReplicaUnavailable(f"{client.base_url}: {text}{detail}") from error
 
 
 async def has_route(client: Client, path: str, method: str = "GET") -> bool:
     """Whether the server has this route and allows it; it may reject missing arguments."""
-    try:
+    with _transport_errors(client):
         response = await client.request(method, path, json={} if method == "POST" else None)
-    except (httpx.TransportError, httpx.InvalidURL) as error:
-        raise ReplicaUnavailable(f"{client.base_url}: {_transport_error(error)}") from error
     return response.status_code not in (403, 404, 405)
 
 
 async def stream_events(client: Client, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
     """Server-sent events of a request. Closing the iterator aborts the request at the server."""
-    try:
+    with _transport_errors(client):
         async with client.stream("POST", path, json=body) as response:
             if response.status_code >= 400:
                 _parse(client, path, response.status_code, await response.aread())
@@ -103,8 +106,6 @@ async def stream_events(client: Client, path: str, body: Mapping[str, Any]) -> A
                     if isinstance(event, Mapping) and "error" in event:
                         raise ReplicaUnavailable(f"{client.base_url}: {_error_message(text.encode())}")
                     yield event
-    except httpx.TransportError as error:
-        raise ReplicaUnavailable(f"{client.base_url}: {_transport_error(error)}") from error
 
 
 class VllmServer:
