@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from small_runs import LAKE
 
 from arborl.config.load_config import load
 from arborl.engines.engine import PROBE_SESSION
@@ -19,17 +20,12 @@ from arborl.rollout.episode_store import EpisodeStore, episode_to_json
 from arborl.seeds import derive
 from arborl.track.jsonl import read_metrics
 from arborl.track.tracker import Trackers
-from arborl.trainer.learner_thread import LearnerThread
-from arborl.trainer.trainer import Trainer
+from arborl.trainer.trainer import LearnerThread, Trainer
 from arborl.trainer.training_batch import prepare_batch
 from arborl.training_run import train
 from arborl.training_run.build import build
 
-SMALL = [
-    "rollout.tasks_per_step=2", "rollout.group_size=3", "env.args.size=3", "env.args.max_steps=4", "threads=1",
-    "model.device=cpu", "algorithm.skip_zero_variance=false", "evaluation.tasks=0", "track.gifs=0",
-    "track.tensorboard=false", "trainer.save_every=1", "trainer.keep=10",
-]  # fmt: skip
+SMALL = [*LAKE, "evaluation.tasks=0", "trainer.save_every=1", "trainer.keep=10"]
 
 
 def make_trainer(parts, learner=None, hooks=()) -> Trainer:
