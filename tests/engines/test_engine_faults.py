@@ -217,7 +217,7 @@ def same(done, expected) -> bool:
     return done.tokens == expected.tokens and np.allclose(done.logprobs, expected.logprobs, atol=1e-3)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_under_cancels_deadlines_faults_and_loads_survivors_say_what_they_would_have_said(qwen3, seed, monkeypatch):
     """Every other seed with steps that are launched ahead, and a model that makes NaN of a token."""
     monkeypatch.setattr("arborl.engines.local.scheduler.HEADROOM", 0)
@@ -227,7 +227,8 @@ def test_under_cancels_deadlines_faults_and_loads_survivors_say_what_they_would_
         qwen3 = copy.deepcopy(qwen3)
         with torch.no_grad():
             qwen3.get_input_embeddings().weight[7] = float("nan")
-    expected = [ask(LocalEngine(qwen3, max_context=48, kv_tokens=48, decode=decode), one)[0] for one in requests]
+    alone = LocalEngine(qwen3, max_context=48, kv_tokens=48, decode=decode, deterministic=True)
+    expected = [ask(alone, one)[0] for one in requests]
     engine = LocalEngine(
         qwen3, max_context=48, max_requests=6, kv_tokens=100, page_size=int(chance.choice([1, 4, 16])), decode=decode
     )

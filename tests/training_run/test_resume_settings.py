@@ -86,7 +86,7 @@ def test_the_former_configuration_and_summary_stay_beside_the_new_ones(run):
 
 def test_what_held_out_numbers_depend_on_is_said_to_have_changed(run, capsys):
     again(run, "trainer.steps=3", "env.args.size=4")
-    assert "numbers from before training are of the former settings" in capsys.readouterr().out
+    assert "has the former settings" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("settings", [(), ("learner.lr=0.5",), ("seed=9",)])
@@ -130,7 +130,7 @@ REFUSED = {
     "adapters": (["model.lora.rank=4"], "model.lora.rank=4"),
     "masters": (["learner.master=none"], "learner.master=none"),
     "a critic": (["algorithm=ppo", "~algorithm.skip_zero_variance"], "needs a critic of the kind shared"),
-    "a reference": (["algorithm.kl.coef=0.1"], "as a reference, which was not kept"),
+    "a reference": (["algorithm.kl.coef=0.1"], "which was not kept"),
     "the split": (["data.evaluation_share=0.2"], "training rows would become held-out rows"),
     "too few steps": (["trainer.steps=1"], "trainer.steps=1: 2 steps are done"),
 }  # fmt: skip

@@ -165,7 +165,7 @@ def test_settings_inside_a_strangers_checkpoint_are_not_imported(stranger):
     start = ResumePoint(
         stranger / "checkpoints" / "step-000001", {"step": 1}, before, tuple(changes(before, RunConfig()))
     )
-    with pytest.raises(ConfigError, match="made with evil:loss, which is not imported"):
+    with pytest.raises(ConfigError, match="made with evil:loss"):
         check_changes(start, RunConfig(), 10)
     assert not (stranger / "ran").exists()
 
