@@ -209,8 +209,6 @@ async def _wait_for(outcome: Future[Any]) -> Any:
 
 
 class ProcessPool:
-    """The processes of a rollout, started on demand."""
-
     def __init__(
         self, per_process: int = 0, most: int | None = None, start: Callable[[bool], EnvProcess] = LocalEnvProcess
     ):
@@ -286,7 +284,6 @@ class ProcessEnv(ElsewhereEnv):
         self.lost_since: float | None = None
         """Start of the call that lost its process, until the state is restored."""
         self.is_stuck = False
-        """The last call was given up before it returned."""
         self.history: list[tuple[str, tuple[Any, ...]]] = []
         self.final_metrics: Metrics = {}
 

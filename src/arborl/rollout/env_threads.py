@@ -128,7 +128,6 @@ class ThreadPool:
         self.lock = threading.Lock()
         self.idle: list[EnvThread] = []
         self.left = AbandonedCalls()
-        """Abandoned threads whose call has not returned."""
         self.num_abandoned = 0
 
     def take(self) -> EnvThread:
@@ -185,8 +184,6 @@ class ElsewhereEnv(Env):
 
 
 class ThreadEnv(ElsewhereEnv, EnvWrapper):
-    """An environment that is made and called in one thread."""
-
     def __init__(self, pool: ThreadPool, name: str, seconds: float):
         self.pool, self.name, self.seconds = pool, name, seconds
         self.thread: EnvThread | None = None

@@ -71,5 +71,4 @@ class Workers:
         return metrics | self.processes.metrics() if self.kind == "process" else metrics
 
     def close(self) -> None:
-        """End the processes. Threads end by themselves."""
         self.processes.close()

@@ -107,7 +107,6 @@ def episode_errors(where: str) -> Iterator[None]:
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """One line of JSON. Values that JSON lacks are converted."""
     return _line(row).decode("utf-8", "surrogatepass")
 
 
@@ -346,8 +345,6 @@ class BatchRecording(Protocol):
 
 
 class RolloutRecorder:
-    """Samples batches and records them (`rollout.record`)."""
-
     def __init__(self, path: Path):
         self.path = path
 

@@ -123,7 +123,6 @@ def cancel_in_background(job: asyncio.Future[Any]) -> None:
 
 
 def batch_slots(tasks: Sequence[Task], seed: int, count: int | None = None, batch: int = 0) -> list[BatchSlot]:
-    """The slots of a batch of `count` groups; the other tasks are spares."""
     chosen, spares = split_spares([task.source for task in tasks], len(tasks) if count is None else count)
     numbered = dict(enumerate(tasks))
     return [BatchSlot(batch, at, numbered, spares[tasks[at].source], seed) for at in chosen]
@@ -213,7 +212,6 @@ class RunningGroup:
         """Policy version when the first episode started; no token is older."""
         self.jobs: list[asyncio.Future[Episode]] = []
         self.finished: list[asyncio.Future[Episode]] = []
-        """Jobs in the order in which they finish."""
         self.timer: asyncio.TimerHandle | None = None
         self.is_expired = False
 

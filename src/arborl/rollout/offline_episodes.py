@@ -53,7 +53,6 @@ class OfflineEpisodes:
         return OfflineRows(ROW_KINDS[loss], self.length, self.max_context)
 
     def length(self, task: OfflineTask) -> int:
-        """Tokens of the longest call of the task, without a limit."""
         unbounded = replace(self, max_context=10**9)
         calls = [call for one in task.responses for call in unbounded.episode(task, one, task.id).calls]
         return max(len(call.prompt) + len(call.completion.tokens) for call in calls)
@@ -118,14 +117,12 @@ class OfflineEpisodes:
 
 
 def _without_think(prompt: Prompt, content: str) -> str:
-    """The content without its `<think>` if the prompt ends with it."""
     if content.startswith(THINK) and prompt.text.rstrip().endswith(THINK):
         return content.removeprefix(THINK).lstrip("\n")
     return content
 
 
 def _with_call_id(message: Message, tool_calls: dict[str, tuple[str, str]]) -> Message:
-    """A tool result with the id and the name that the call has in a rollout."""
     if message.role != "tool" or message.tool_call_id not in tool_calls:
         return message
     call_id, name = tool_calls[message.tool_call_id]

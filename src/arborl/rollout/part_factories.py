@@ -102,8 +102,6 @@ def source_overrides(
 
 @dataclass(frozen=True, slots=True)
 class SourceParts:
-    """Agent, environment, tools and rewards of one data source, or of the run."""
-
     where: str
     """Prefix of its configuration keys: empty for the run, `data.sources.math.` for a source."""
     agent: AgentPartConfig
@@ -112,7 +110,6 @@ class SourceParts:
     rewards: tuple[RewardConfig, ...]
     tool_args: Mapping[str, dict[str, Any]]
     sizes: PromptLimits
-    """Limits that its prompts may mention."""
     context: ContextPolicy | None
 
 

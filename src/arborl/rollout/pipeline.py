@@ -89,7 +89,6 @@ class Pipeline:
                 slot.job = asyncio.ensure_future(self._fill(slot))
 
     async def take(self, step: int) -> list[Group]:
-        """The groups of this update, in the order of their tasks."""
         await self.begin(step)
         with self.rollout.running():
             while (chosen := self._choose(step)) is None:
@@ -134,7 +133,6 @@ class Pipeline:
         return [] if group is None else [group]
 
     def _expiring(self, step: int) -> list[BatchSlot]:
-        """Slots whose tokens will be too old for the next update."""
         return [
             slot for slot in self.slots if slot.start_version is not None and slot.start_version <= step - self.max_lag
         ]

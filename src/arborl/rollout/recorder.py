@@ -155,7 +155,6 @@ class Recorder:
         *,
         stop: str | Sequence[str] = (),
     ) -> Message:
-        """Sample the next message; see `arborl.agents.Model`."""
         reply = (await self.call(messages, tools, stop=stop)).reply
         assert reply is not None
         return reply
@@ -204,7 +203,6 @@ class Recorder:
     async def _generate(
         self, prompt: Prompt, sampling: Sampling
     ) -> tuple[Completion, tuple[tuple[tuple[int, float], ...], ...]]:
-        """The completion, and the alternatives of each token if they are recorded."""
         task = asyncio.current_task()
         assert task is not None
         self._waiting.add(task)

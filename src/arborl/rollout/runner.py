@@ -211,7 +211,6 @@ class Rollout:
     async def train(
         self, tasks: Sequence[Task], seed: int, group_size: int, count: int, sampling: Mapping[str, Any] | None = None
     ) -> list[Group]:
-        """The groups of a training batch: from offline data, sampled, or replayed."""
         if any(isinstance(task, OfflineTask) for task in tasks):
             return self.offline_groups(tasks)
 
@@ -228,7 +227,6 @@ class Rollout:
         return self.offline.groups(offline) if self.offline is not None else []
 
     def _concurrency_limit(self) -> ConcurrencyLimit:
-        """That of the running event loop."""
         if self._limit is None or self._limit_loop is not asyncio.get_running_loop():
             most = DEFAULT_CONCURRENCY if self.workers.kind == "process" else math.inf  # one host has few processes
             first, engine = self._first_concurrency(), self.engine

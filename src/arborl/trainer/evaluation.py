@@ -43,8 +43,6 @@ class EvaluationResult:
 
 
 class HeldOutEvaluator(Protocol):
-    """Evaluates a policy on data that it is never trained on."""
-
     async def measure(self) -> EvaluationResult: ...
 
 

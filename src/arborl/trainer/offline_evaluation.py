@@ -23,8 +23,6 @@ from arborl.types import Floats, Group, Metrics, Terms
 
 
 class OfflineEvaluator:
-    """Loss, perplexity and preference accuracy on held-out data."""
-
     def __init__(
         self,
         source: TaskSource,

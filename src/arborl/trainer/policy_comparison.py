@@ -46,7 +46,6 @@ class PolicyResult:
 
     @property
     def sources(self) -> list[str]:
-        """The sources of the tasks, if there are several."""
         sources = list(dict.fromkeys(group.task.source for group in self.groups))
         return sources if len(sources) > 1 else []
 

@@ -16,7 +16,6 @@ SKIPPED_COUNTERS: Metrics = {"learner/skipped": 0.0, "learner/skipped/no_terms":
 
 
 def episode_metrics(groups: Sequence[Group]) -> Metrics:
-    """Counts, rewards, stop reasons and lengths of the episodes of a step."""
     episodes = [episode for group in groups for episode in group.episodes if episode.weight > 0]
     survivors = [episode for episode in episodes if episode.failure is None]
     has_rewards = not any(episode.is_offline for episode in episodes)  # demonstrations have none

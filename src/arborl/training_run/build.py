@@ -73,7 +73,6 @@ class RunParts:
     tools: ToolLoader
     plan: MemoryPlan
     tracker_makers: Makers = field(default_factory=dict)
-    """Trackers beside the files of the run, by name."""
     cluster: RayCluster | None = None
 
     async def close(self) -> None:
@@ -98,8 +97,6 @@ class RunParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingParts:
-    """The objects that serve a trained model, without a learner."""
-
     config: RunConfig
     model: PreTrainedModel
     renderer: Renderer
@@ -185,7 +182,6 @@ def _build(factory: RunPartFactory, training: bool) -> RunParts:
 
 
 def build_served(config: RunConfig, objects: Mapping[str, Any] | None = None) -> ServingParts:
-    """The objects that serve the model of a configuration: engine and agents."""
     factory = RunPartFactory(config, objects or {}, connect=True)
     try:
         cast = factory.cast()

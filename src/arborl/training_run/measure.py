@@ -33,7 +33,6 @@ OPENAI = "https://api.openai.com/v1"
 @dataclass(frozen=True, slots=True)
 class MeasureOptions:
     overrides: Sequence[str] = ()
-    """Settings as on the command line."""
     temperatures: Sequence[float] = ()
     """Sampling temperatures, 0 for greedy. Default: as configured."""
     attempts: int | None = None
@@ -55,8 +54,6 @@ class MeasuredPolicy:
 
 
 class HeldOutRows(TaskSource):
-    """A source of held-out tasks only."""
-
     def __init__(self, tasks: Sequence[Task]):
         self.tasks = list(tasks)
 
@@ -132,7 +129,6 @@ def _with_options(config: RunConfig, options: MeasureOptions) -> RunConfig:
 async def play(
     policy: MeasuredPolicy, options: MeasureOptions, objects: Mapping[str, Any] | None = None
 ) -> list[PolicyResult]:
-    """Evaluate one policy, one decoding mode after the other."""
     functions = {} if options.prompts is None else {PROMPTS: lambda: list(options.prompts or ()), UNJUDGED: _unjudged}
     parts = build(policy.config, {**(objects or {}), **functions}, training=False)
     try:

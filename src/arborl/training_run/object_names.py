@@ -25,8 +25,6 @@ def name_objects(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 class ObjectNames:
-    """Assigns one name per object."""
-
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
 

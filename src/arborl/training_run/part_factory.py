@@ -223,7 +223,6 @@ class RunPartFactory:
         check_accepts_context(found, f"agent_name={agent} of rows of {source}", seats.get(source, seats[""]).context)
 
     def algorithm(self) -> Algorithm:
-        """The algorithm, with weights of sources and demonstrations."""
         from arborl.algorithms import make_algorithm, object_finder
         from arborl.algorithms.combined_algorithms import DemonstrationAlgorithm, SourceWeightedAlgorithm
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class LostRank:
     what: str
-    """Which rank, and how it was lost."""
     step: int | None
     """Number of finished steps; None if restarted ranks were lost before they began."""
     moments: Mapping[int, float]

@@ -60,8 +60,6 @@ class SettingChange:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The checkpoint from which a run resumes, and the changed settings."""
-
     folder: Path
     state: dict[str, Any]
     before: RunConfig
@@ -103,7 +101,6 @@ def check_changes(start: ResumePoint, config: RunConfig, steps: int, objects: Ma
 
 
 def finished_summary(home: Path, start: ResumePoint, steps: int) -> dict[str, Any] | None:
-    """The summary of a run whose last step is done and evaluated; else None."""
     if start.step != steps:
         return None
     try:

@@ -56,7 +56,6 @@ def claimed(config: RunConfig, resuming: bool) -> Iterator[Path]:
 
 
 def _folder(config: RunConfig, resuming: bool, made: list[Path]) -> Path:
-    """The folder; created folders are appended to `made`, outermost first."""
     if config.output_dir is not None:
         if config.output_dir.exists() and not config.output_dir.is_dir():
             raise ConfigError(f"output_dir: {str(config.output_dir)!r} is a file. Write a folder.")
@@ -127,7 +126,6 @@ def _output_errors(folder: Path) -> Iterator[None]:
 
 
 def write_config(folder: Path, config: RunConfig) -> None:
-    """Write and sign `config.yaml`."""
     text = dump_yaml(config.model_copy(update={"output_dir": folder}))
     if f" {OBJECT_PREFIX}" in text:
         text = OBJECTS_NOTE + text

@@ -235,7 +235,6 @@ class RunSession:
         return measured
 
     async def _keep_evaluation(self, step: int, groups: Sequence[Group]) -> None:
-        """Write and render evaluation episodes, and send them to trackers."""
         if self.config.track.episodes:
             EpisodeStore(self.home / "episodes" / "evaluation").write(step, groups)
         self.trackers.episodes([episode for group in groups for episode in group.episodes], step, "evaluation")

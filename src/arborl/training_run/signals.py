@@ -59,8 +59,6 @@ class StopSignals:
             self._exit()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run the coroutine to its end or to a signal."""
-
         async def cancellable() -> T:
             self._task = asyncio.current_task()
             return await work

@@ -46,8 +46,6 @@ class BlockTable:
 
 
 class BlockPool:
-    """Allocates `num_blocks` blocks of `block_size` tokens."""
-
     def __init__(self, num_blocks: int, block_size: int):
         self.num_blocks, self.block_size = num_blocks, block_size
         self.reset()
@@ -202,7 +200,6 @@ class BlockPool:
         return block
 
     def _insert(self, block: Block, tokens: Tokens) -> None:
-        """Let other sequences match these tokens of the block."""
         assert block.parent is not None
         siblings = block.parent.children.setdefault(int(tokens[0]), [])
         if len(block.tokens):

@@ -261,7 +261,6 @@ class CpuModelRunner:
 
     @torch.no_grad()
     def _pack_weights(self) -> None:
-        """Copy the present weights into the layout of the compiled step."""
         s, forward, base = self.step, self.forward, self.model.base_model
         assert forward.rope is not None
         self.referenced = []

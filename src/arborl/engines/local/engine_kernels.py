@@ -58,7 +58,6 @@ def _norm(x, y, weight, total, out, E, y_stride, eps, ADD: tl.constexpr, BLOCK: 
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm of each row."""
     out = torch.empty_like(x)
     _norm[(len(x),)](x, x, weight, x, out, x.shape[1], x.shape[1], eps, ADD=False, BLOCK=next_power_of_2(x.shape[1]))
     return out

@@ -141,8 +141,6 @@ class FusedForward:
 
 
 class TorchLayerOps:
-    """`LayerOps` with torch, on any device."""
-
     def __init__(self, model: PreTrainedModel, attend: AttentionFunction, positions: Tensor):
         layout = attention_layout(model)
         self.attend, self.positions = attend, positions

@@ -29,8 +29,6 @@ class ModelStep:
 
 
 class StepOutput(Protocol):
-    """The output of a step, possibly still being computed."""
-
     @property
     def top(self) -> TopTokens | None:
         """The likeliest tokens of the sampled sequences, if requested."""
@@ -47,11 +45,9 @@ class CacheStorage(Protocol):
         return False
 
     def sleep(self) -> None:
-        """Free the memory and lose its contents until `wake_up`."""
         return None
 
     def wake_up(self) -> None:
-        """Allocate the memory again, filled with zeros."""
         return None
 
     def copy(self, source: int, target: int, count: int) -> None: ...
@@ -95,8 +91,6 @@ class FinishedOutput:
 
 
 class TorchModelRunner:
-    """Steps by torch operations, on any device."""
-
     runs_ahead = False
     copies_weights = False
     max_tokens = 4096

@@ -43,8 +43,6 @@ compared as a whole."""
 
 
 class LayeredModelRunner(Protocol):
-    """A model runner whose layers can run one by one."""
-
     model: PreTrainedModel
     forward: FusedForward
     cache: KVCache
@@ -140,7 +138,6 @@ def sample_steps(tokens: list[int], block_size: int, context: int) -> list[Model
 
 @torch.inference_mode()
 def layers_mismatch(runner: LayeredModelRunner, context: int) -> str | None:
-    """How the runner's layers differ from the library's; None if they match."""
     model, forward = runner.model, runner.forward
     tokens = sample_tokens(model, min(TOKENS, context))
     steps = sample_steps(tokens, runner.cache.block_size, context)

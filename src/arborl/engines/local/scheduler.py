@@ -149,7 +149,6 @@ class Scheduler:
 
     @property
     def is_saturated(self) -> bool:
-        """Whether requests wait for memory or rows."""
         return bool(self.waiting) and (self.out_of_blocks or len(self.waiting) > len(self.batch.free))
 
     def add(self, request: EngineRequest, while_paused: bool = False) -> None:
@@ -168,13 +167,11 @@ class Scheduler:
         self.waiting = deque(started)
 
     def resume(self) -> None:
-        """Queue the held requests again, in their order."""
         self.is_paused = False
         self.waiting.extend(self.held)
         self.held.clear()
 
     def restart_held(self) -> None:
-        """Drop the sampled tokens of held requests."""
         for request in self.held:
             self.counts["restarted"] += len(request.tokens) - request.prompt
             request.tokens = request.tokens[: request.prompt]

@@ -90,8 +90,6 @@ class SleepableMemory:
 
 
 class _ByteArray:
-    """Array interface from which torch makes a tensor."""
-
     def __init__(self, memory: SleepableMemory):
         self.memory = memory
         self.__cuda_array_interface__ = {

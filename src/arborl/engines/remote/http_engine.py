@@ -230,7 +230,6 @@ class HttpEngine(SyncedEngine):
         self.gap = self.probe.check(completion, self.weights, replica.url, server.hint)
 
     async def close(self) -> None:
-        """Pending requests raise; the servers keep their weights."""
         self.closed = True
         self.routes.close()
         if self._loop is asyncio.get_running_loop():

@@ -76,7 +76,6 @@ def _error_message(content: bytes) -> str:
 
 @contextmanager
 def _transport_errors(client: Client) -> Iterator[None]:
-    """Converts them to ReplicaUnavailable."""
     try:
         yield
     except (httpx.TransportError, httpx.InvalidURL) as error:

@@ -48,7 +48,6 @@ class PaddedHeads:
         }
 
     def tensor(self, name: str, tensor: Tensor) -> Tensor:
-        """A weight, or a LoRA factor, with padded heads."""
         if match := ROWS.search(name):
             scale = (self.large / self.small) ** 0.5 if match[1] == "q" else 1.0
             return self._pad(tensor * scale, 0)

@@ -45,7 +45,6 @@ class Replica:
     last_response: float = 0.0
     """Time of the last response; of the last request if it was idle before."""
     lost_at: float = 0.0
-    """Time of the last response before it was lost."""
     uncounted_since: float | None = None
     """Start of the lost time that `metrics` has not reported yet."""
 
@@ -163,7 +162,6 @@ class ReplicaPool(Generic[R]):
         self.start_recoveries()
 
     def start_recoveries(self) -> None:
-        """Start a task for every lost replica that has none."""
         state = self._loop_state()
         for replica in self.all:
             if not replica.up and (replica.name not in state.recoveries or state.recoveries[replica.name].done()):
@@ -204,7 +202,6 @@ class ReplicaPool(Generic[R]):
         return {f"engine/{name}": value for name, value in counts.items()} | {"engine/servers": float(len(self.up))}
 
     def close(self) -> None:
-        """Stop recoveries; waiting requests raise."""
         self.closed = True
         state, self._state = self._state, None
         if state is not None and not state.loop.is_closed():

@@ -251,7 +251,6 @@ class VllmEngine(SyncedEngine):
         return self.process
 
     async def close(self) -> None:
-        """End the process; pending requests raise."""
         self.closed = True
         await asyncio.to_thread(self._clean)
 

@@ -34,12 +34,10 @@ from arborl.types import Completion, Metrics, Sampling
 
 Decode = Callable[[Sequence[int]], str]
 PROBE_PROMPT = (1, 2, 3, 5, 8, 13, 21, 34)
-"""Ids that every vocabulary has."""
 PROBE_TOKENS = 8
 MAX_LOGPROB_GAP = {"float32": 1e-3, "float64": 1e-3}
 """Allowed mean difference of log-probabilities, by the precision of the copy."""
 MAX_COARSE_GAP = 0.25
-"""The same for other precisions."""
 FOLDER_PREFIX = "arborl-weights-"
 LOCK_NAME = f".held-{socket.gethostname()}"
 """Locked while the folder's process lives. The host is in the name because some shared file systems keep locks
@@ -239,7 +237,6 @@ def _make_folder(root: Path | None) -> tuple[Path, FileLock]:
 
 
 def _remove_abandoned(root: Path) -> None:
-    """Remove unlocked folders of this user and this host."""
     for folder in root.glob(f"{FOLDER_PREFIX}*"):
         try:
             lock = folder / LOCK_NAME

@@ -18,8 +18,6 @@ import torch
 
 
 class Extension:
-    """Methods added to vLLM's workers."""
-
     def arborl_present(self) -> bool:
         return True
 
