@@ -53,8 +53,8 @@ class EpisodeFactories:
 
     agent: Callable[[Task], Agent]
     env: Callable[[Task], Env]
-    sampling: Callable[[Task, Sampling], Sampling] | None = None
-    limits: Callable[[Task, EpisodeLimits], EpisodeLimits] | None = None
+    sampling: Callable[[Task, Sampling], Sampling] = lambda task, run: run
+    limits: Callable[[Task, EpisodeLimits], EpisodeLimits] = lambda task, run: run
 
 
 class ConcurrencyLimit:
@@ -245,9 +245,7 @@ class Rollout:
         """Run one episode. Failures are recorded in the episode."""
         episode = Episode(name, task, seed)
         start = time.perf_counter()
-        factories = self.factories
-        default = factories.sampling(task, self.sampling) if factories.sampling else self.sampling
-        limits = factories.limits(task, self.limits) if factories.limits else self.limits
+        default, limits = self.factories.sampling(task, self.sampling), self.factories.limits(task, self.limits)
         with span("arborl.episode", inside_arborl__episode=name, arborl__source=task.source or None) as trace:
             try:
                 async with boundary("episode", limits.episode_seconds):

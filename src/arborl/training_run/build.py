@@ -50,6 +50,7 @@ SAMPLE = (
     Message("user", "Good. Write one sentence about a frozen lake in winter."),
 )
 """Conversation on which execution paths are checked."""
+SAMPLING_SETTINGS = ("max_tokens", "temperature", "top_k", "top_p", "min_p")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -196,8 +197,8 @@ def build_served(config: RunConfig, objects: Mapping[str, Any] | None = None) ->
     except BaseException:
         factory.open_tools.stop()
         raise
-    names = ("temperature", "top_k", "top_p", "min_p", "max_tokens")
-    overrides = {name: value for name in names if (value := getattr(config.evaluation, name)) is not None}
+    chosen = {name: getattr(config.evaluation, name) for name in SAMPLING_SETTINGS}
+    overrides = {name: value for name, value in chosen.items() if value is not None}
     return ServingParts(
         config=config, model=model, renderer=renderer, engine=engine, cast=cast,
         sampling=replace(sampling, **overrides), limits=episode_limits(config), tools=factory.open_tools,
@@ -223,25 +224,13 @@ def count_steps(config: RunConfig, objects: Mapping[str, Any] | None = None) -> 
 
 def training_sampling(config: RunConfig, renderer: Renderer) -> Sampling:
     section = config.sampling
-    return Sampling(
-        max_tokens=section.max_tokens,
-        temperature=section.temperature,
-        stop=renderer.stop,
-        stop_texts=section.stop,
-        top_k=section.top_k,
-        top_p=section.top_p,
-        min_p=section.min_p,
-    )
+    same = {name: getattr(section, name) for name in SAMPLING_SETTINGS}
+    return Sampling(stop=renderer.stop, stop_texts=section.stop, **same)
 
 
 def episode_limits(config: RunConfig) -> EpisodeLimits:
-    rollout = config.rollout
-    return EpisodeLimits(
-        max_turns=rollout.max_turns,
-        max_context=config.sampling.max_context,
-        episode_seconds=rollout.episode_seconds,
-        step_seconds=rollout.step_seconds,
-    )
+    rollout, max_context = config.rollout, config.sampling.max_context
+    return EpisodeLimits(rollout.max_turns, max_context, rollout.episode_seconds, rollout.step_seconds)
 
 
 def make_renderer(config: RunConfig, folder: Path) -> Renderer:

@@ -138,11 +138,7 @@ class RunPartFactory:
         def make_agent(task: Task) -> Agent:
             return agent_constructor(source_of(task), task.agent)()
 
-        cast = (
-            EpisodeFactories(make_agent, make_env, *source_overrides(sources))
-            if sources
-            else EpisodeFactories(make_agent, make_env)
-        )
+        cast = EpisodeFactories(make_agent, make_env, *source_overrides(sources))
         for name, seat in seats.items():
             _check_env(cast.env(Task("check", source=name)), f"{seat.where}env={seat.env.name}")
             self.made.append(cast.agent(Task("check", source=name)))
