@@ -6,15 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from safetensors.torch import load_file
-from typer.testing import CliRunner
+from small_runs import invoke, settled, weights
 
-from arborl.cli.main import app
 from arborl.config.load_config import load
 from arborl.errors import ConfigError
 from arborl.rollout.runner import Rollout
-from arborl.track.jsonl import read_metrics
 from arborl.training_run import MeasureOptions, measure, train
 
 QUIET = [
@@ -65,21 +61,6 @@ def nothing_is_sampled(request, monkeypatch):
 
     if "[sft]" not in request.node.name:  # drawing takes longer than training here
         monkeypatch.setattr("arborl.training_run.run_session.write_artifacts", no_pictures)
-
-
-def invoke(*words: str) -> Result:
-    return CliRunner().invoke(app, list(words))
-
-
-def weights(folder: Path) -> dict:
-    return load_file(sorted((folder / "checkpoints").glob("step-*/model/model.safetensors"))[-1])
-
-
-def settled(folder: Path) -> list[dict]:
-    return [
-        {k: v for k, v in row.items() if not (k.startswith("time/") or "second" in k)}
-        for row in read_metrics(folder / "metrics.jsonl")
-    ]
 
 
 SLOW = pytest.mark.slow

@@ -7,12 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from small_runs import LAKE, invoke
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from fake_server import FakeServer
 
-from arborl.cli.main import app
 from arborl.config.config_base import validate
 from arborl.config.run_config import RunConfig
 from arborl.engines.remote import replicas
@@ -21,11 +20,7 @@ from arborl.errors import ConfigError
 from arborl.rollout.episode_store import EpisodeStore
 from arborl.track.jsonl import read_metrics
 
-SMALL = [
-    "rollout.tasks_per_step=2", "rollout.group_size=3", "trainer.steps=3", "evaluation.tasks=1", "env.args.size=3",
-    "env.args.max_steps=4", "track.gifs=0", "track.tensorboard=false", "threads=1", "model.device=cpu",
-    "algorithm.skip_zero_variance=false", "sampling.max_context=512", "sampling.max_tokens=12",
-]  # fmt: skip
+SMALL = [*LAKE, "trainer.steps=3", "evaluation.tasks=1", "sampling.max_context=512", "sampling.max_tokens=12"]
 
 
 @pytest.fixture(autouse=True)
@@ -44,10 +39,6 @@ def serve(seedling):
     yield make
     for server in servers:
         server.kill()
-
-
-def invoke(*words):
-    return CliRunner().invoke(app, list(words))
 
 
 @pytest.mark.slow

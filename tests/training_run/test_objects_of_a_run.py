@@ -6,10 +6,9 @@ from pathlib import Path
 
 import parts_of_mine as mine
 import pytest
-from typer.testing import CliRunner
+from small_runs import invoke
 
 import arborl
-from arborl.cli.main import app
 from arborl.config.load_config import load
 from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.training_run.object_names import name_objects
@@ -21,10 +20,6 @@ SMALL = {
     "evaluation.tasks": 4, "evaluation.greedy": False, "track.tensorboard": False, "track.gifs": 0, "steps": 1,
     "sampling.max_tokens": 64,
 }  # fmt: skip
-
-
-def invoke(*words: str):
-    return CliRunner().invoke(app, list(words))
 
 
 def nested():

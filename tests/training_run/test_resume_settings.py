@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_runs import LAKE
 
 import arborl
 from arborl.config.config_base import to_plain, validate
@@ -19,10 +20,14 @@ from arborl.training_run import train
 from arborl.training_run.resume import changes
 
 SMALL = [
-    "engine=scripted", "rollout.tasks_per_step=2", "rollout.group_size=3", "trainer.steps=2", "trainer.save_every=1",
-    "trainer.keep=9", "evaluation.tasks=1", "evaluation.greedy=false", "env.args.size=3", "env.args.max_steps=4",
-    "track.gifs=0", "track.tensorboard=false", "threads=1", "model.device=cpu", "algorithm.skip_zero_variance=false",
-]  # fmt: skip
+    *LAKE,
+    "engine=scripted",
+    "trainer.steps=2",
+    "trainer.save_every=1",
+    "trainer.keep=9",
+    "evaluation.tasks=1",
+    "evaluation.greedy=false",
+]
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import parts_of_mine as mine
 import pytest
-from typer.testing import CliRunner
+from small_runs import invoke
 
 import arborl
-from arborl.cli.main import app
 from arborl.config.load_config import from_kwargs
 from arborl.config.trust import imported_parts, load_run_config
 from arborl.errors import ConfigError
@@ -23,10 +22,6 @@ SMALL = {
     "rollout.group_size": 2,
     "evaluation.tasks": 1, "evaluation.greedy": False, "track.tensorboard": False, "track.gifs": 0, "steps": 1,
 }  # fmt: skip
-
-
-def invoke(*words: str):
-    return CliRunner().invoke(app, list(words))
 
 
 @pytest.fixture

@@ -154,7 +154,7 @@ class TRLRun:
             after = runner.run(self.evaluate(last))
             summary = {"before": before, "after": after, "train_seconds": round(seconds, 3), "steps": last}
             summary |= {"seed": self.run_config.seed, "failures": self.watch.failures.state()}
-            folders.write_summary(self.folder, summary)
+            folders.write_json(self.folder / "summary.json", summary)
             runner.run(write_artifacts(self.parts, self.folder, []))
             return summary
         finally:

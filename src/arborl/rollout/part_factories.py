@@ -25,15 +25,7 @@ IMMUTABLE = (str, int, float, bool, type(None))
 
 
 class PartFactory:
-    """Makes a new object if a name refers to a class or a function; else returns the object that it refers to.
-
-    Args:
-        target: what the name refers to.
-        name: of the part.
-        args: its arguments, from the configuration.
-        where: configuration key of the part.
-        more: further arguments; those that it does not accept are left out.
-    """
+    """Makes a new object if a name refers to a class or a function; else returns the object that it refers to."""
 
     def __init__(self, target: Any, name: str, args: Mapping[str, Any], where: str, more: Mapping[str, Any]):
         self.target, self.where, self.args = target, f"{where}.args", dict(args)
@@ -50,7 +42,6 @@ class PartFactory:
         return self.with_args(self.args)
 
     def with_args(self, args: Mapping[str, Any]) -> Any:
-        """A new object with other arguments."""
         if not self.is_factory:
             return self.target
         try:
@@ -69,12 +60,7 @@ def env_factory(make: PartFactory) -> Callable[[], Env]:
 
 
 def agent_factory(make: PartFactory, where: str) -> Callable[[], Agent]:
-    """Makes agents. The interface is checked once per class.
-
-    Args:
-        make: returns the agent object.
-        where: configuration key and name, for errors.
-    """
+    """Makes agents. The interface is checked once per class."""
     if not make.is_factory:
         shared = as_agent(make(), where)
         return lambda: shared
@@ -122,8 +108,6 @@ def source_overrides(
 
 @dataclass(frozen=True, slots=True)
 class SourceParts:
-    """Agent, environment, tools and rewards of one data source, or of the run."""
-
     where: str
     """Prefix of its configuration keys: empty for the run, `data.sources.math.` for a source."""
     agent: AgentPartConfig
@@ -132,13 +116,10 @@ class SourceParts:
     rewards: tuple[RewardConfig, ...]
     tool_args: Mapping[str, dict[str, Any]]
     sizes: PromptLimits
-    """Limits that its prompts may mention."""
     context: ContextPolicy | None
-    """Policy for conversations that exceed the context window."""
 
 
 def parts_by_source(config: RunConfig) -> dict[str, SourceParts]:
-    """The parts of the run, under the empty name, and those of each source."""
     max_turns, max_tokens = config.rollout.max_turns, config.sampling.max_tokens
     run = config.agent, config.env, config.tools, config.rewards, config.agent.tool_args
     parts = {"": SourceParts("", *run, PromptLimits(max_turns, max_tokens), context_policy(config.context))}

@@ -11,31 +11,26 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import sys
 import threading
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from arborl import child_process
 from arborl.agents.agent_interface import is_async
+from arborl.child_process import CommandFailed, run_command
 from arborl.errors import paused_deadlines
 from arborl.registry import load
 from arborl.serve.episode_server import ExternalEpisode
 from arborl.tools.core.background_threads import run_in_thread
 from arborl.tools.remote.http_connections import HttpConnections
 
-MAX_OUTPUT_BYTES = 2**20  # output of a process
-MAX_TASK_BYTES = 100_000  # size of the variable ARBORL_TASK; Linux accepts 128 KiB
-DRAIN_SECONDS = 1.0
-"""Time to read the output after the process tree has ended: a process outside the tree may hold the pipe open."""
-KILL_SECONDS = 15.0  # time for the guard process to end the process tree before it is killed
-API_KEY = "arborl"  # clients need some key; the URL identifies the episode
+MAX_TASK_BYTES = 100_000
+"""Size of the variable ARBORL_TASK; Linux accepts 128 KiB."""
+API_KEY = "arborl"
+"""Clients need some key; the URL identifies the episode."""
 NAMED_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 FUNCTION_ARGUMENTS = ("question", "messages", "fields", "task", "base_url", "api_key")
 
@@ -81,30 +76,11 @@ class CommandProgram:
             slots.release()
 
     async def _run(self, question: str, environment: Mapping[str, str]) -> str | None:
-        command = [sys.executable, "-I", "-S", str(Path(child_process.__file__)), *self.words]
-        pipe = asyncio.subprocess.PIPE
-        async with output_pipe() as (reader, write_end):
-            child = await asyncio.create_subprocess_exec(
-                *command, stdin=pipe, stdout=write_end, stderr=pipe, env=environment, start_new_session=True
-            )
-            os.close(write_end)
-            output = bytearray()
-            reading = asyncio.create_task(_read(reader, output, child))
-            try:
-                assert child.stdin is not None
-                assert child.stderr is not None
-                child.stdin.write(question.encode("utf-8", "replace"))
-                child.stdin.close()
-                errors = await child.stderr.read()  # only the guard holds this pipe: it closes when the guard ends
-                await asyncio.wait([reading], timeout=DRAIN_SECONDS)
-            finally:
-                reading.cancel()
-                await _end(child)
-        if len(output) > MAX_OUTPUT_BYTES:
-            raise ProgramError(f"it printed more than {MAX_OUTPUT_BYTES:,} bytes; print only the answer")
-        if errors:  # written by the guard after a failure
-            *details, reason = errors.decode(errors="replace").strip().split("\n")
-            raise ProgramError("\n".join([reason, *details]))
+        try:
+            output = await run_command(self.words, question.encode("utf-8", "replace"), environment)
+        except CommandFailed as error:
+            *details, reason = str(error).split("\n")
+            raise ProgramError("\n".join([reason, *details])) from None
         return output.decode(errors="replace").strip() or None
 
     def _environment(self, episode: ExternalEpisode, url: str) -> dict[str, str]:
@@ -200,46 +176,3 @@ async def _await_call(call: Callable[[], Awaitable[Any]]) -> Any:
 def _path() -> str:
     """PATH with this interpreter first, so that `python` is the same one."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-
-
-@asynccontextmanager
-async def output_pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
-    """A pipe for the output of a process: a reader, and the descriptor to write to, which the caller closes.
-
-    It is not a pipe of asyncio's subprocess: asyncio reports the end of a process only after those are closed.
-    """
-    read_end, write_end = os.pipe()
-    reader = asyncio.StreamReader()
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", 0)
-    )
-    try:
-        yield reader, write_end
-    finally:
-        transport.close()
-
-
-async def _read(reader: asyncio.StreamReader, output: bytearray, child: asyncio.subprocess.Process) -> None:
-    """Collect the output of a process; end a process that prints too much."""
-    while data := await reader.read(2**16):
-        if len(output) > MAX_OUTPUT_BYTES:
-            continue
-        output += data
-        if len(output) > MAX_OUTPUT_BYTES:
-            _signal(child, signal.SIGTERM)
-
-
-async def _end(child: asyncio.subprocess.Process) -> None:
-    """End the guard, the program and its children. A second cancellation does not interrupt this."""
-    _signal(child, signal.SIGTERM)
-    deadline = time.monotonic() + KILL_SECONDS
-    while child.returncode is None:
-        with suppress(asyncio.CancelledError):
-            await asyncio.sleep(0.002)
-        if time.monotonic() > deadline:
-            _signal(child, signal.SIGKILL)
-
-
-def _signal(child: asyncio.subprocess.Process, number: int) -> None:
-    with suppress(ProcessLookupError):
-        child.send_signal(number)

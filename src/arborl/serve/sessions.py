@@ -207,7 +207,7 @@ class AgentSession:
     async def _play(self, episode: Episode, user: UserEnv) -> None:
         """Run the agent as a rollout does."""
         agents, task = self.agents, episode.task
-        limits = agents.cast.limits(task, agents.limits) if agents.cast.limits else agents.limits
+        limits = agents.cast.limits(task, agents.limits)
         limits = replace(limits, max_turns=10**6, step_seconds=USER_SECONDS)
         env = RecordedEnv(user, "user", limits, episode)
         model = ObservedRecorder(agents.engine, agents.renderer, self.sampling, limits, episode)

@@ -23,8 +23,6 @@ from arborl.types import Floats, Group, Metrics, Terms
 
 
 class OfflineEvaluator:
-    """Loss, perplexity and preference accuracy on held-out data."""
-
     def __init__(
         self,
         source: TaskSource,
@@ -64,11 +62,8 @@ class OfflineEvaluator:
 
 
 def preference_metrics(groups: Sequence[Group], terms: Terms, config: AlgorithmConfig) -> Metrics:
-    """Accuracy and mean margin of implicit rewards, `beta · (log π - log π_ref)` summed over a reply's tokens.
-
-    Of a pair, the chosen reply must have the higher one. With KTO, single replies are compared with its reference
-    point.
-    """
+    """Accuracy and mean margin of implicit rewards, `beta · (log π - log π_ref)` summed over a reply's tokens. Of a
+    pair, the chosen reply must have the higher one. With KTO, single replies are compared with its reference point."""
     episodes = [episode for group in groups for episode in group.valid_episodes]
     reward_E = config.options.beta * np.bincount(
         terms.episode, terms.proximal - terms.reference, minlength=len(episodes)

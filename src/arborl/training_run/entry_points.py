@@ -176,10 +176,8 @@ class _Training:
 
 
 def _next_resume(home: Path, resume: str | None) -> str | None:
-    """Where a run resumes after the loss of a rank: its last checkpoint, else its first start.
-
-    The objects of the lost attempt are freed first: two models might not fit.
-    """
+    """Where a run resumes after the loss of a rank: its last checkpoint, else its first start. The objects of the lost
+    attempt are freed first: two models might not fit."""
     gc.collect()
     return "latest" if has_checkpoints(home / "checkpoints") else resume
 

@@ -54,19 +54,12 @@ if TYPE_CHECKING:  # needs torch
 
 
 class RunPartFactory:
-    """Constructs the parts of a run; each is checked once at the start.
-
-    Args:
-        config: the run.
-        objects: Python objects of parts, by name.
-        connect: start tool servers and list their tools; else their entries are only checked.
-    """
+    """Constructs the parts of a run; each is checked once at the start."""
 
     def __init__(self, config: RunConfig, objects: Mapping[str, Any], connect: bool = False):
         self.config, self.objects = config, objects
         self.open_tools = ToolLoader(lambda name: self.find(TOOLS, name), connect)
         self.made: list[Any] = []
-        """Constructed agents, tools and rewards."""
         self.cluster: RayCluster | None = None
 
     def find(self, registry: Registry, name: str) -> Any:
@@ -89,7 +82,6 @@ class RunPartFactory:
             self.find(FILTERS, config.rollout.group_filter)
 
     def connect(self, model: PreTrainedModel, rewards: Rewards, training: bool = True) -> None:
-        """Join or start the Ray cluster of the run, and place rewards on it."""
         if self.config.placement.name == "ray":
             from arborl.cluster.placement.placed_parts import connect_cluster
 
@@ -105,11 +97,9 @@ class RunPartFactory:
                 self.cluster.close()
 
     def cast(self) -> EpisodeFactories:
-        """Constructors of agents and environments for a task.
-
-        The parts are those of the task's source. A task may name another agent or environment; an agent in the
-        configuration of the source takes precedence over one in its rows.
-        """
+        """Constructors of agents and environments for a task. The parts are those of the task's source. A task may name
+        another agent or environment; an agent in the configuration of the source takes precedence over one in its
+        rows."""
         config, seats = self.config, parts_by_source(self.config)
         tools, sources = self.tools(), config.data.sources
 
@@ -148,11 +138,7 @@ class RunPartFactory:
         def make_agent(task: Task) -> Agent:
             return agent_constructor(source_of(task), task.agent)()
 
-        cast = (
-            EpisodeFactories(make_agent, make_env, *source_overrides(sources))
-            if sources
-            else EpisodeFactories(make_agent, make_env)
-        )
+        cast = EpisodeFactories(make_agent, make_env, *source_overrides(sources))
         for name, seat in seats.items():
             _check_env(cast.env(Task("check", source=name)), f"{seat.where}env={seat.env.name}")
             self.made.append(cast.agent(Task("check", source=name)))
@@ -161,7 +147,6 @@ class RunPartFactory:
         return cast
 
     def tools(self) -> dict[str, list[AnyTool]]:
-        """The tools of each source, constructed or fetched from their servers."""
         seats = parts_by_source(self.config)
         everywhere = [entry for seat in seats.values() for entry in seat.tools]
         warn_foreign_variables(everywhere)
@@ -173,7 +158,6 @@ class RunPartFactory:
         return made
 
     def rewards(self) -> Rewards:
-        """The rewards of the run, and those of sources with their own."""
         seats = parts_by_source(self.config)
         run = self._rewards(seats.pop(""))
         names = [name for name, source in self.config.data.sources.items() if source.rewards is not None]
@@ -235,7 +219,6 @@ class RunPartFactory:
         check_accepts_context(found, f"agent_name={agent} of rows of {source}", seats.get(source, seats[""]).context)
 
     def algorithm(self) -> Algorithm:
-        """The algorithm, with weights of sources and demonstrations."""
         from arborl.algorithms import make_algorithm, object_finder
         from arborl.algorithms.combined_algorithms import DemonstrationAlgorithm, SourceWeightedAlgorithm
 
@@ -254,7 +237,6 @@ class RunPartFactory:
         rewards: Rewards,
         given: OfflineEpisodes,
     ) -> Rollout:
-        """The rollout with its workers, group options and recording or replay."""
         settings = self.config.rollout
         workers = Workers(settings.workers, settings.envs_per_process)
         if self.cluster is not None and self.config.placement.env_workers:
