@@ -35,7 +35,7 @@ class Script:
         raise AssertionError("a chat agent counts nothing")
 
 
-def test_the_conversation_grows_by_what_was_stated_until_it_is_over():
+def test_the_conversation_grows_until_it_is_over_or_full():
     env, model = Countdown(), Script(["a", "b", "c", "d"])
     asyncio.run(ChatAgent().run(Task("t"), env, model))
     assert env.heard == ["a", "b", "c"]
@@ -44,8 +44,6 @@ def test_the_conversation_grows_by_what_was_stated_until_it_is_over():
     for before, after in zip(model.prompts, model.prompts[1:], strict=False):
         assert after[: len(before)] == before
 
-
-def test_a_full_context_passes_through_the_agent():
     with pytest.raises(ContextFull):
         asyncio.run(ChatAgent().run(Task("t"), Countdown(), Script(["a"])))
 

@@ -78,13 +78,10 @@ def test_a_failed_execution_is_shown_to_the_model_and_counted():
     assert model.counts == {"tool/used": 1, "tool/calls": 2, "tool/failed": 2, "tool/exception": 1, "tool/malformed": 1}
 
 
-def test_an_answer_is_never_run_as_code():
+def test_answers_and_messages_after_the_last_round_are_not_run():
     model, heard = play(CodeAgent([interpreter]), "<answer>print(1)</answer> <code>print(2)</code>")
     assert heard == "<answer>print(1)</answer> <code>print(2)</code>"
     assert not model.counts
-
-
-def test_after_the_last_round_the_message_goes_to_the_environment():
     model, heard = play(CodeAgent([interpreter], max_tool_rounds=1), "<code>1</code>", "<code>2</code>")
     assert heard == "<code>2</code>"
     assert model.counts["tool/calls"] == 1

@@ -100,14 +100,11 @@ def test_a_terminal_tool_ends_the_episode_with_its_answer_whatever_the_environme
         assert heard == "42"
 
 
-def test_a_terminal_call_that_fails_is_answered_and_the_episode_goes_on():
+def test_failed_terminal_calls_are_answered_and_bad_roles_refused():
     wrong = Message("assistant", "", tool_calls=(ToolCall("1", "finish", {}),), sampled=True)
     model, heard = play(ToolAgent([TOOLS["finish"]]), wrong, "42")
     assert "argument 'answer' is missing" in model.prompts[1][-1].content
     assert heard == "42"
-
-
-def test_parts_are_found_by_name_and_bad_roles_refused():
     assert AGENTS["react"] is ReactAgent
     with pytest.raises(ValueError, match="result_role"):
         ReactAgent(result_role="system")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from arborl.sandbox import Sandbox, SandboxLimits, try_level
-from arborl.sandbox.sandbox_process import GUEST_FOLDER
+from arborl.sandbox.sandbox import GUEST_FOLDER
 
 
 @pytest.fixture(scope="module")

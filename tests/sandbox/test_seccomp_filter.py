@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from arborl.sandbox.sandbox_process import GUEST_FOLDER
+from arborl.sandbox.sandbox import GUEST_FOLDER
 
 HEADERS = {"aarch64": Path("/usr/include/asm-generic/unistd.h")}
 HEADERS["x86_64"] = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")

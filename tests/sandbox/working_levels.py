@@ -1,7 +1,5 @@
 """The levels of the sandbox that work on this machine."""
 
-from __future__ import annotations
-
 from arborl.sandbox import LEVELS, SandboxError, try_level
 
 

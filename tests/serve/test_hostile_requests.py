@@ -1,7 +1,5 @@
 """Hostile requests: refused within bounds of time and memory, without effect on other clients."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -125,9 +123,6 @@ def peak_of(work):
     return held("VmHWM") - before
 
 
-# ------------------------------------------------------------------------------------------------ bounds
-
-
 @pytest.mark.parametrize("name", TOO_COMPLEX)
 def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(loaded, name):
     (answer,) = post_all(loaded, [TOO_COMPLEX[name]])
@@ -188,9 +183,6 @@ def test_other_content_types_than_json_are_refused(loaded):
             return [await client.post("/v1/chat/completions", content=body, headers=head) for head in heads]
 
     assert [answer.status_code for answer in asyncio.run(both())] == [400, 400, 200]
-
-
-# ------------------------------------------------------------------------------------------------ workers
 
 
 def test_a_large_request_is_tokenized_outside_the_event_loop(loaded):

@@ -1,7 +1,5 @@
 """The `openai` client against a real socket: responses parse into its types."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

@@ -1,7 +1,5 @@
 """Bounds on JSON hold for the objects that a parser would build, and count nothing that stands inside a string."""
 
-from __future__ import annotations
-
 import json
 import random
 

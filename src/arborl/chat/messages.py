@@ -15,11 +15,7 @@ EXAMPLE = '{"role": "user", "content": "…"}'
 
 
 def read_messages(value: Any, where: str) -> tuple[Message, ...]:
-    """Messages from a list of messages and dicts. Raises ValueError.
-
-    Example:
-        read_messages([Message("system", "Be brief."), {"role": "user", "content": "6*7?"}], "messages")
-    """
+    """Messages from a list of messages and dicts. Raises ValueError."""
     if type(value) not in (tuple, list) and (
         isinstance(value, str | bytes | Mapping | Message) or not hasattr(value, "__iter__")
     ):
@@ -28,7 +24,9 @@ def read_messages(value: Any, where: str) -> tuple[Message, ...]:
     if all(type(one) is Message and type(one.content) is str and one.role in ROLES for one in messages):
         return messages
     return tuple(
-        one if isinstance(one, Message) and _is_valid(one) else read_message(one, f"{where}[{index}]")
+        one
+        if isinstance(one, Message) and isinstance(one.content, str) and one.role in ROLES
+        else read_message(one, f"{where}[{index}]")
         for index, one in enumerate(messages)
     )
 
@@ -76,10 +74,6 @@ def read_message(value: Any, where: str) -> Message:
         tool_call_id=_text_or_none(value, "tool_call_id", where),
         name=_text_or_none(value, "name", where),
     )
-
-
-def _is_valid(message: Message) -> bool:
-    return isinstance(message.content, str) and message.role in ROLES
 
 
 def _text_or_none(value: Mapping[str, Any], key: str, where: str) -> str | None:

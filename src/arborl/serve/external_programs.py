@@ -31,7 +31,6 @@ from arborl.tools.core.background_threads import run_in_thread
 from arborl.tools.remote.http_connections import HttpConnections
 
 MAX_OUTPUT_BYTES = 2**20
-"""Output of a process."""
 MAX_TASK_BYTES = 100_000
 """Size of the variable ARBORL_TASK; Linux accepts 128 KiB."""
 DRAIN_SECONDS = 1.0
@@ -51,19 +50,12 @@ class ProgramError(RuntimeError):
 class ExternalProgram(Protocol):
     name: str
 
-    async def play(self, episode: ExternalEpisode, url: str) -> str | None:
-        """Play the episode at this URL; returns the program's answer."""
-        ...
+    async def play(self, episode: ExternalEpisode, url: str) -> str | None: ...
 
 
 class CommandProgram:
     """A process per task. It reads the question from standard input and the URL from its environment, and prints its
-    answer. The process and its children are ended with the episode.
-
-    Args:
-        words: the program and its arguments.
-        max_processes: processes at once; further episodes wait, and their clocks stop meanwhile.
-    """
+    answer. The process and its children are ended with the episode."""
 
     def __init__(self, words: Sequence[str], max_processes: int):
         if isinstance(words, str) or not words or not all(isinstance(word, str) for word in words):
@@ -124,11 +116,7 @@ class CommandProgram:
 
 class FunctionProgram:
     """A Python function, which runs in a thread and returns its answer. Async functions share one thread. Its
-    parameters are some of `FUNCTION_ARGUMENTS`.
-
-    Args:
-        path: `package.module:function`.
-    """
+    parameters are some of `FUNCTION_ARGUMENTS`."""
 
     def __init__(self, path: str):
         self.name, self.function = path, load(path, "program")
@@ -155,11 +143,7 @@ class FunctionProgram:
 
 class HttpProgram:
     """A running service, which receives each task as a POST. It replies with `{"answer": …}` at the end; or with status
-    202 at once, and posts its reward at the end.
-
-    Args:
-        url: address of the service.
-    """
+    202 at once, and posts its reward at the end."""
 
     def __init__(self, url: str):
         parts = urlsplit(url)
@@ -208,10 +192,8 @@ def _path() -> str:
 
 @asynccontextmanager
 async def output_pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
-    """A pipe for the output of a process: a reader, and the descriptor to write to, which the caller closes.
-
-    It is not a pipe of asyncio's subprocess: asyncio reports the end of a process only after those are closed.
-    """
+    """A pipe for the output of a process: a reader, and the descriptor to write to, which the caller closes. It is not
+    a pipe of asyncio's subprocess: asyncio reports the end of a process only after those are closed."""
     read_end, write_end = os.pipe()
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(

@@ -60,9 +60,7 @@ class TokenChunk:
     top: tuple[TopLogprobs, ...] = ()
     """One entry for each token if `top_logprobs` was requested."""
     finish: FinishReason | None = None
-    """Finish reason; set in the last chunk."""
     version: int = 0
-    """Policy version of the last token."""
 
 
 class TokenStream(Protocol):
@@ -74,11 +72,9 @@ class TokenStream(Protocol):
 
 
 class ReplyCache:
-    """Sampled messages with tool calls, by the id of their first call; the oldest are evicted first.
-
-    A client sends back parsed tool calls, and the template would write them in its own form. If the calls are
-    unchanged, the model is shown the text that it sampled, as in training.
-    """
+    """Sampled messages with tool calls, by the id of their first call; the oldest are evicted first. A client sends
+    back parsed tool calls, and the template would write them in its own form. If the calls are unchanged, the model is
+    shown the text that it sampled, as in training."""
 
     def __init__(self, max_messages: int = 4096):
         self.max_messages = max_messages
@@ -103,19 +99,14 @@ class ModelBackend(Protocol):
     """A model behind the routes. `RequestError` and `ServiceUnavailable` are raised before the first chunk."""
 
     name: str
-    """Model name for clients."""
     renderer: Renderer
     max_context: int
-    """Tokens of prompt and completion."""
     sampling: Sampling
     """Defaults for fields that a request leaves out."""
     version: int
-    """Policy version."""
     reply_cache: ReplyCache
 
-    def accepts_model(self, model: str) -> bool:
-        """Whether a request may use this model name."""
-        ...
+    def accepts_model(self, model: str) -> bool: ...
 
     def chat(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], requests: Sequence[GenerationRequest]

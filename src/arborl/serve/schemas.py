@@ -82,7 +82,6 @@ class CompletionOptions(SamplingRequest):
     frequency_penalty: Literal[0] | None = None
     logit_bias: Annotated[Object, Field(max_length=0)] | None = None
     return_token_ids: bool = False
-    """Return the token ids of the prompt and of each choice."""
 
     @field_validator("presence_penalty", "frequency_penalty", mode="before")
     @classmethod
@@ -143,7 +142,6 @@ class CompletionRequest(CompletionOptions):
     """Text, which never contains control tokens; or token ids, which may."""
     max_tokens: int | None = Field(16, ge=1)
     echo: bool = False
-    """Start the text with the prompt."""
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     best_of: int | None = None
     suffix: Literal[""] | None = None

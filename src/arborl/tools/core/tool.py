@@ -20,19 +20,15 @@ from arborl.types import ToolResult, ToolSpec
 
 
 class AnyTool(Protocol):
-    """Interface of a tool, local or remote.
-
-    `stateful` calls of one turn run in the order written, all others concurrently. A `terminal` call ends the episode.
-    """
+    """Interface of a tool, local or remote. `stateful` calls of one turn run in the order written, all others
+    concurrently. A `terminal` call ends the episode."""
 
     name: str
     spec: ToolSpec
     stateful: bool
     terminal: bool
 
-    async def run(self, arguments: Mapping[str, Any], context: ToolContext | None = None) -> ToolResult:
-        """Run one call. A failure is a result too."""
-        ...
+    async def run(self, arguments: Mapping[str, Any], context: ToolContext | None = None) -> ToolResult: ...
 
 
 class CallLimiter(Protocol):
@@ -106,14 +102,11 @@ class Tool:
 
     @property
     def is_unbound(self) -> bool:
-        """Whether it is a method without an object."""
         return self._is_method and not (self.stateful and self.owner is not None)
 
     async def run(self, arguments: Mapping[str, Any], context: ToolContext | None = None) -> ToolResult:
-        """Run one call. Invalid arguments, exceptions and timeouts are results too.
-
-        Without a `context`, state lasts for this call.
-        """
+        """Run one call. Invalid arguments, exceptions and timeouts are results too. Without a `context`, state lasts
+        for this call."""
         if context is None:
             async with ToolContext() as temporary:
                 return await self.run(arguments, temporary)
@@ -134,7 +127,6 @@ class Tool:
         return ToolResult(kept, kind == "ok", kind, time.perf_counter() - start)
 
     async def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Await an async function, or run a plain one in a thread."""
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
             return await function(**arguments)
         call = functools.partial(function, **arguments)

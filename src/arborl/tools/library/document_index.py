@@ -23,7 +23,6 @@ NEAR_DISTANCE = 2
 """Words allowed between the words of a keyword."""
 MARKS = ("\x02", "\x03")
 CACHE_CHARS = 64_000_000
-"""Total characters of cached indices."""
 
 Span = tuple[int, int]
 Key = tuple[bytes, int, int, TokenEncoder | None]
@@ -37,15 +36,9 @@ class SearchHit:
     score: float
     """BM25; larger is better."""
     marked: str
-    """Its text with `MARKS` around matches."""
 
 
 def cut_into_chunks(text: str, size: int, overlap: int, tokenizer: TokenEncoder | None) -> tuple[list[Span], int]:
-    """Start and end of each chunk, and the number of tokens of the text.
-
-    Example:
-        cut_into_chunks("one two three", 2, 0, None)      # ([(0, 7), (7, 13)], 3)
-    """
     cost: dict[str, int] = {}
     ends, tokens = [0], [0]
     for piece in PIECE.finditer(text):
@@ -95,14 +88,6 @@ class DocumentIndex:
     def search(
         self, keywords: Sequence[str], mode: str, limit: int, marked: bool = True
     ) -> tuple[int, list[SearchHit]]:
-        """Number of matching chunks, and the best of them.
-
-        Args:
-            keywords: words or phrases; a phrase in double quotes must match exactly.
-            mode: `or`, or `and` for chunks that match every keyword.
-            limit: maximum number of hits.
-            marked: include the texts with marked matches.
-        """
         expression = match_expression(keywords, mode)
         if not expression:
             return 0, []
@@ -120,12 +105,7 @@ class DocumentIndex:
 
 
 def match_expression(keywords: Sequence[str], mode: str = "or") -> str:
-    """A valid FTS5 query from keywords; empty without words.
-
-    Example:
-        match_expression(["Mira", "silver lamp", '"by the sea"'])
-        # '"Mira" OR NEAR("silver" "lamp", 2) OR "by the sea"'
-    """
+    """A valid FTS5 query from keywords; empty without words."""
     terms = []
     for keyword in keywords:
         exact = QUOTED.match(keyword)
@@ -141,11 +121,7 @@ def match_expression(keywords: Sequence[str], mode: str = "or") -> str:
 
 
 def highlights(marked: str, size: int, most: int) -> list[str]:
-    """Fragments of about `size` characters around matches, at most `most`, with the matches in `<em>…</em>`.
-
-    Example:
-        highlights("far away \\x02Mira\\x03 lives in Oslo", 20, 1)      # ['away <em>Mira</em> lives in']
-    """
+    """Fragments of about `size` characters around matches, at most `most`, with the matches in `<em>…</em>`."""
     found: list[str] = []
     covered = 0
     for match in re.finditer(f"{MARKS[0]}[^{MARKS[1]}]*{MARKS[1]}", marked):
@@ -161,7 +137,6 @@ def highlights(marked: str, size: int, most: int) -> list[str]:
 
 
 def _whole_words(text: str, begin: int, end: int) -> str:
-    """The slice without partial words and unpaired marks."""
     piece = text[begin:end]
     if begin > 0 and not text[begin - 1].isspace():
         piece = re.sub(r"^[^\s\x02]+", "", piece)

@@ -18,9 +18,9 @@ from typing import Any, TextIO
 
 from arborl.child_process import supervised_command
 from arborl.errors import ArborError, ConfigError, did_you_mean
+from arborl.retry import CircuitBreaker
 from arborl.tools.core.tool import AnyTool
 from arborl.tools.core.tool_context import ToolContext, truncate
-from arborl.tools.remote.circuit_breaker import CircuitBreaker
 from arborl.tools.remote.tool_dispatcher import ToolDispatcher
 from arborl.tools.remote.tool_protocol import CallRequest
 from arborl.types import ToolResult, ToolSpec
@@ -87,12 +87,10 @@ class McpClient:
         self.stateful, self.only, self.start_seconds = stateful, only, start_seconds
         self.max_tokens, self.max_chars = max_tokens, max_chars
         self.name = uuid.uuid4().hex[:12]
-        """Prefix of this process's session names."""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name=f"arborl-mcp-{self}", daemon=True).start()
         self._connection: _McpConnection | None = None
         self._connection_tasks: set[asyncio.Task[None]] = set()
-        """Tasks of connections that are open or closing."""
         self._breaker = CircuitBreaker(failures=2)
         self._closed, self._num_failures = False, 0
 
@@ -113,7 +111,6 @@ class McpClient:
         return [McpTool(self, each) for each in listed if self.only is None or each.name in self.only]
 
     def _check_command(self) -> None:
-        """Raise ConfigError for a missing program or working directory."""
         if isinstance(self.server, str):
             return
         if self.cwd is not None and not os.path.isdir(self.cwd):
@@ -147,8 +144,6 @@ class McpClient:
         with suppress(Exception):
             asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(15)
         self._loop.call_soon_threadsafe(self._loop.stop)
-
-    # ------------------------------------------------------------------------------------------------
 
     async def _list(self) -> list[types.Tool]:
         client = (await self._connect()).client
@@ -247,7 +242,6 @@ class _McpConnection:
         self._stop = asyncio.Event()
         self._scope: anyio.CancelScope | None = None
         self.last_line = ""
-        """Last line of a failed command's standard error."""
         self.task = asyncio.create_task(self._run(transport, seconds))
 
     async def _run(self, transport: Callable[[TextIO], Any], seconds: float) -> None:
@@ -303,13 +297,9 @@ def _text(result: types.CallToolResult) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Message of the innermost exception of a group."""
     while isinstance(error, BaseExceptionGroup) and error.exceptions:
         error = error.exceptions[0]
     return str(error) or type(error).__name__
-
-
-# ------------------------------------------------------------------------------------------------ MCP server
 
 
 def make_server(dispatcher: ToolDispatcher) -> Server[Any]:
@@ -339,7 +329,6 @@ def make_server(dispatcher: ToolDispatcher) -> Server[Any]:
 
 
 def serve_stdio(tools: Sequence[AnyTool]) -> None:
-    """Serve MCP on standard input and output."""
     from mcp.server.stdio import stdio_server
 
     async def run() -> None:
