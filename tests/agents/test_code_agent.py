@@ -1,10 +1,10 @@
 import asyncio
 import contextlib
 import io
-from collections import Counter
 from typing import Annotated
 
 import pytest
+from scripted_model import TASK, play
 
 from arborl.agents import AGENTS
 from arborl.agents.tool_agents import CodeAgent, text_between
@@ -14,9 +14,7 @@ from arborl.errors import ConfigError
 from arborl.rollout.recorder import EpisodeLimits
 from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.tools import EpisodeState, tool
-from arborl.types import Message, Sampling, Task
-
-TASK = Task("t", (Message("user", "What is 6*7?"),), {"answer": "42"})
+from arborl.types import Message, Sampling
 
 
 @tool(stateful=True)
@@ -26,31 +24,6 @@ def interpreter(code: str, names: Annotated[dict, EpisodeState(dict)]) -> str:
     with contextlib.redirect_stdout(printed):
         exec(code, names)
     return printed.getvalue().rstrip("\n") or "(nothing printed)"
-
-
-class Script:
-    def __init__(self, *replies):
-        self.replies, self.prompts, self.stops, self.counts = list(replies), [], [], Counter()
-
-    async def chat(self, messages, tools=(), *, stop=()):
-        self.prompts.append(list(messages))
-        self.stops.append(stop)
-        return Message("assistant", self.replies.pop(0), sampled=True)
-
-    def count(self, metrics):
-        self.counts.update({name: value for name, value in metrics.items() if value and name != "tool/offered"})
-
-
-class Heard(Question):
-    async def step(self, action):
-        self.heard = action.content
-        return await super().step(action)
-
-
-def play(agent, *replies):
-    model, env = Script(*replies), Heard()
-    asyncio.run(agent.run(TASK, env, model))
-    return model, env.heard
 
 
 def test_code_is_run_and_its_result_shown_and_names_last_the_episode():

@@ -1,18 +1,11 @@
 import asyncio
-from collections import Counter
 
 import pytest
+from scripted_model import Script, double
 
 from arborl.agents.tool_agents import ToolAgent
 from arborl.envs.env import Env, Observation, Step
-from arborl.tools import tool
 from arborl.types import Message, Task, ToolCall
-
-
-@tool
-def double(x: int) -> int:
-    """Double a number."""
-    return 2 * x
 
 
 class TwoAnswers(Env):
@@ -23,19 +16,6 @@ class TwoAnswers(Env):
     async def step(self, action):
         self.heard.append(action)
         return Step(Observation((Message("user", "second?"),)), terminated=len(self.heard) == 2)
-
-
-class Script:
-    def __init__(self, *replies):
-        self.replies, self.prompts, self.tools, self.counts = list(replies), [], [], Counter()
-
-    async def chat(self, messages, tools=()):
-        self.prompts.append(list(messages))
-        self.tools.append(tools)
-        return self.replies.pop(0)
-
-    def count(self, metrics):
-        self.counts.update({name: value for name, value in metrics.items() if value and name != "tool/offered"})
 
 
 def call(id, x, name="double", error=None):

@@ -9,7 +9,7 @@ traced_template.py    Rewrites a template's loops for incremental rendering
 control_tokens.py     Escaping of control tokens in messages
 tokenizer.py          Text to token ids and back
 messages.py           Messages in OpenAI's format
-formats/              Tool-call formats, one file each
+formats/              Tool-call formats: text to calls and back
 """
 
 from arborl.chat.chat_template import Template
