@@ -39,8 +39,7 @@ class AgentAction:
 
     message: Message
     action: Message
-    is_final: bool = False
-    """The episode ends after this action."""
+    is_final: bool = False  # the episode ends after this action
 
 
 ProcessResult = AgentAction | list[Message]
@@ -50,8 +49,7 @@ class ToolLoopAgent(Agent):
     """Base class: samples messages and runs tools until a message goes to the environment."""
 
     num_tools = 1
-    specs: tuple[ToolSpec, ...] = ()
-    """Tools that the chat template describes."""
+    specs: tuple[ToolSpec, ...] = ()  # tools that the chat template describes
     context: ContextPolicy | None = None
 
     def __init__(self, max_tool_rounds: int = 8, context: ContextPolicy | None = None):

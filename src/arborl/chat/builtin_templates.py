@@ -73,8 +73,7 @@ def template_source(setting: str, tokenizer: FileTokenizer) -> str:
         ) from error
 
 
-PROBE_NAME = "arbor_probe"
-"""Text that is searched in a render; no template writes it by itself."""
+PROBE_NAME = "arbor_probe"  # text that is searched in a render; no template writes it by itself
 PROBE_TOOL = ToolSpec(PROBE_NAME, "Probe.", {"type": "object", "properties": {"x": {"type": "string"}}})
 PROBE_USER = Message("user", "Hello.")
 PROBE_CALL = Message("assistant", tool_calls=(ToolCall("call00000", PROBE_NAME, {"x": "1"}),))
@@ -127,8 +126,7 @@ class TemplateSupport:
 
     tools: bool
     system: bool
-    calls: bool
-    """Tool calls of messages written by hand."""
+    calls: bool  # tool calls of messages written by hand
     results: bool
 
 

@@ -34,8 +34,7 @@ RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token",
 DICT_METHODS = frozenset(dir(dict))
 MAX_POWER, MAX_REPEATED = 1000, 1_000_000
 ESCAPED_DIVIDER = json.dumps(DIVIDER)[1:-1]
-MAX_SECONDS = 10.0
-"""Processor time of one render; normal ones take milliseconds."""
+MAX_SECONDS = 10.0  # processor time of one render; normal ones take milliseconds
 CHECK_SECONDS = 0.5
 MAX_IDLE_CHECKS = 20
 

@@ -19,16 +19,13 @@ from typing import Any
 from arborl.fast_init import fast_init
 from arborl.types import Message, ToolCall, ToolSpec
 
-DIVIDER = "\U000f0000"
-"""A private-use character. In messages it is doubled, so an odd number of them is a divider."""
+DIVIDER = "\U000f0000"  # A private-use character. In messages it is doubled, so an odd number of them is a divider.
 DIVIDERS = re.compile(f"{DIVIDER}+")
-THINKING = ("<think>", "</think>", "[THINK]", "[/THINK]")
-"""Written by models; some tokenizers list them as special."""
+THINKING = ("<think>", "</think>", "[THINK]", "[/THINK]")  # written by models; some tokenizers list them as special
 
 CACHED_MESSAGES, MAX_CACHED_CHARS = 8192, 2048
 """Escaped messages in the cache, and their maximum length; the episodes of a group share messages."""
-CACHED_TOOLS, MAX_TOOLS_CHARS = 64, 65_536
-"""Escaped tool lists in the cache, and their maximum length as text."""
+CACHED_TOOLS, MAX_TOOLS_CHARS = 64, 65_536  # escaped tool lists in the cache, and their maximum length as text
 
 
 @fast_init
@@ -37,8 +34,7 @@ class Rendered:
     """A rendered text and the positions where control text is quoted."""
 
     text: str
-    quoted: tuple[int, ...] = ()
-    """Positions in order; control text that covers one of them is text."""
+    quoted: tuple[int, ...] = ()  # positions in order; control text that covers one of them is text
 
     def starts_with(self, beginning: Rendered) -> bool:
         if not self.text.startswith(beginning.text):

@@ -29,8 +29,7 @@ log = logging.getLogger(__name__)
 
 USUAL_CHARS, SLACK = 8, 16
 """Characters per token that no text exceeds on average, and tokens that cutting a text may add."""
-JSON_FACTOR = 4
-"""How many times shorter than JSON a template may write tools."""
+JSON_FACTOR = 4  # how many times shorter than JSON a template may write tools
 
 
 @fast_init
@@ -40,8 +39,7 @@ class Prompt:
 
     tokens: Tokens
     parts: TextParts
-    reused: int
-    """Leading tokens of an earlier call; 0 begins a new branch."""
+    reused: int  # leading tokens of an earlier call; 0 begins a new branch
 
     @property
     def shown(self) -> Rendered:

@@ -38,8 +38,7 @@ from arborl.types import Message, ToolSpec
 if TYPE_CHECKING:
     from arborl.chat.renderer import Renderer
 
-MAX_CONVERSATIONS = 8
-"""Conversations kept per episode, for agents that alternate between several."""
+MAX_CONVERSATIONS = 8  # conversations kept per episode, for agents that alternate between several
 MAX_FIRST_PROMPTS, MAX_FIRST_CHARS = 1024, 65_536
 """First prompts kept per renderer, and their maximum length in characters."""
 NOT_READ = object()
@@ -52,12 +51,9 @@ class LoopIteration:
 
     item: Any
     text: Rendered = EMPTY
-    next_item: Any = NOT_READ
-    """The next item, if it was read."""
-    last_read: int = -1
-    """The last message that was read, by index."""
-    read: list[tuple[int, str, Any]] = field(default_factory=list)
-    """Values read from namespaces: (number, name, value)."""
+    next_item: Any = NOT_READ  # the next item, if it was read
+    last_read: int = -1  # the last message that was read, by index
+    read: list[tuple[int, str, Any]] = field(default_factory=list)  # values read from namespaces: (number, name, value)
     written: list[tuple[int, str, Any]] = field(default_factory=list)
 
 

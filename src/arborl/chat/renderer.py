@@ -28,8 +28,7 @@ class Renderer:
     tokenizer: Tokenizer
     template: Template
     parser: ToolCallParser
-    stop: tuple[int, ...]
-    """Ids that end a completion, for `Sampling.stop`."""
+    stop: tuple[int, ...]  # ids that end a completion, for `Sampling.stop`
     support: builtin_templates.TemplateSupport | None = None
     """What the template showed before it got a tool section; None if unknown."""
     escaper: MessageEscaper = field(init=False, repr=False, compare=False)

@@ -19,14 +19,11 @@ from arborl.errors import ConfigError
 
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<end_of_turn>", "<|end_of_turn|>")
 """Tokens that end an assistant's turn; model files often omit them."""
-TAG = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
-"""Form of tokens that a template may write around content."""
+TAG = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")  # form of tokens that a template may write around content
 PREFIX_CHARS = range(0x10FFFD, 0x100000, -1)
 """Private-use characters; one that is not in the text marks its control tokens."""
-CACHE_SIZE = 8192
-"""Entries of the caches of encoded texts and decoded ids."""
-MAX_CACHED_TEXT, MAX_CACHED_IDS = 2048, 64
-"""Maximum length of their keys."""
+CACHE_SIZE = 8192  # entries of the caches of encoded texts and decoded ids
+MAX_CACHED_TEXT, MAX_CACHED_IDS = 2048, 64  # maximum length of their keys
 
 
 class Tokenizer(Protocol):

@@ -15,8 +15,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 BLOCK, MAX_DEPTH = 4096, 64
 CHILD_ENDS = 1 << (signal.SIGCHLD - 1)
-PIPE_BYTES = 16 * PAGE
-"""Capacity of a pipe; the system-call filter forbids larger ones."""
+PIPE_BYTES = 16 * PAGE  # capacity of a pipe; the system-call filter forbids larger ones
 INACTIVE_STATES = "TtZXx"
 FREEZE_SECONDS = 2.0
 
@@ -26,12 +25,9 @@ class ProcessUsage:
     """Usage of all descendants of a process."""
 
     processes: int = 0
-    memory: int = 0
-    """Resident bytes; shared memory counts once per process."""
-    cpu: float = 0.0
-    """Seconds, including reaped children."""
-    uncounted: bool = False
-    """A process ignores SIGCHLD: the time of its children is not counted."""
+    memory: int = 0  # resident bytes; shared memory counts once per process
+    cpu: float = 0.0  # seconds, including reaped children
+    uncounted: bool = False  # A process ignores SIGCHLD: the time of its children is not counted
 
 
 def process_usage(pid: int) -> ProcessUsage:

@@ -46,8 +46,7 @@ GUEST_HOME = "/box"
 MB = 2**20
 TICK = 0.05
 START_SECONDS = 20.0
-OUT_OF_MEMORY = 250
-"""Exit code of `guest_supervisor.py` after an out-of-memory kill in its cgroup."""
+OUT_OF_MEMORY = 250  # exit code of `guest_supervisor.py` after an out-of-memory kill in its cgroup
 
 
 class SandboxError(ArborError):
@@ -70,8 +69,7 @@ class ActiveLevel:
     restrictions: tuple[str, ...]
     """`seccomp`: filtered system calls. `cgroup`: the kernel limits the memory of all processes together. At the level
     `rlimits` also `landlock`: restricted files; and `user`: root's code runs as another user."""
-    unavailable: dict[str, str]
-    """Better level -> why it does not work."""
+    unavailable: dict[str, str]  # better level -> why it does not work
 
     @property
     def is_isolated(self) -> bool:

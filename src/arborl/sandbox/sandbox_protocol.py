@@ -72,8 +72,7 @@ class SandboxResult:
 
 OK, RAISED, READY, FAILED = range(4)
 TOKEN_BYTES = 16
-GREETING = bytes(TOKEN_BYTES)
-"""Token of the first message, before any request."""
+GREETING = bytes(TOKEN_BYTES)  # token of the first message, before any request
 MAX_MESSAGE = 3 * 2**20
 LENGTH_BYTES = 4
 

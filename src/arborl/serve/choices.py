@@ -17,8 +17,7 @@ from arborl.chat.renderer import Renderer
 from arborl.serve.model_backend import ModelBackend, RequestError, ServiceUnavailable, TokenStream, TopLogprobs
 from arborl.types import FinishReason, Message, ToolCall, ToolSpec
 
-REPLACEMENT_CHARACTER = "\ufffd"
-"""Decoders write it for bytes that are not a complete character."""
+REPLACEMENT_CHARACTER = "\ufffd"  # decoders write it for bytes that are not a complete character
 ID_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 
 
@@ -52,8 +51,7 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str]):
         self.stops = tuple(stops)
-        self.held = ""
-        """Text that is held back; after a match, the stop text and everything behind it."""
+        self.held = ""  # text that is held back; after a match, the stop text and everything behind it
         self.found: str | None = None
 
     def add(self, text: str) -> str:
@@ -102,12 +100,9 @@ class ChoiceDelta:
 class ChoiceOptions:
     """How a completion is turned into text and tool calls."""
 
-    stops: tuple[str, ...] = ()
-    """Texts that end the completion and are not part of it."""
-    parser: ToolCallParser | None = None
-    """Parser of tool calls; None without tools."""
-    prefix: str = ""
-    """First text of the answer, which was part of the prompt."""
+    stops: tuple[str, ...] = ()  # texts that end the completion and are not part of it
+    parser: ToolCallParser | None = None  # parser of tool calls; None without tools
+    prefix: str = ""  # first text of the answer, which was part of the prompt
     single_call: bool = False
 
 

@@ -15,8 +15,7 @@ from arborl.types import Message, Task
 if TYPE_CHECKING:  # needs the extra `serve`
     from arborl.serve.episode_server import ExternalEpisode
 
-EXIT_SECONDS = 5.0
-"""Time for a program to exit after it posted its reward."""
+EXIT_SECONDS = 5.0  # time for a program to exit after it posted its reward
 
 
 class EndpointAgent(Agent):

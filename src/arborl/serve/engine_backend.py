@@ -31,8 +31,7 @@ from arborl.serve.model_backend import (
 )
 from arborl.types import Completion, Message, Metrics, Sampling, ToolSpec
 
-Token = tuple[int, float, TopLogprobs]
-"""Id, log-probability, most likely tokens."""
+Token = tuple[int, float, TopLogprobs]  # id, log-probability, most likely tokens
 
 
 class EngineThread(Engine):

@@ -50,8 +50,7 @@ MAX_BODY_BYTES = 2**24
 EPISODE_PATH = re.compile(r"/(?:e|v1/episodes)/(?P<id>[^/]+)(?:/|\Z)")
 UNKNOWN_EPISODE = "unknown episode, or it has ended"
 EPISODE_ENDED = "this episode has ended: its reward was posted, or the program exited"
-KEEP_ALIVE_SECONDS = 600.0
-"""Time that a connection may be idle: a program may work for minutes between two calls."""
+KEEP_ALIVE_SECONDS = 600.0  # time that a connection may be idle: a program may work for minutes between two calls
 
 
 class RecordingBackend:
@@ -66,10 +65,8 @@ class RecordingBackend:
         self.reply_cache = ReplyCache()
         self.num_calls = 0
         self.last_reply: Message | None = None
-        self.limit_reached: EpisodeLimitReached | None = None
-        """The limit that the last call exceeded."""
-        self.failure: EpisodeError | None = None
-        """A failure that the program did not cause."""
+        self.limit_reached: EpisodeLimitReached | None = None  # the limit that the last call exceeded
+        self.failure: EpisodeError | None = None  # A failure that the program did not cause
         self.failed = asyncio.Event()
         self.is_closed = False
         self._context = contextvars.copy_context()
@@ -192,8 +189,7 @@ class ExternalEpisode:
         self.rewarded = asyncio.Event()
         self.server: EpisodeServer | None = None
         self.num_steps = 0
-        self.max_turns: MaxTurns | None = None
-        """Set if the environment reached its last turn."""
+        self.max_turns: MaxTurns | None = None  # set if the environment reached its last turn
         self._step_lock = asyncio.Lock()
         self._is_done = False
 

@@ -31,14 +31,11 @@ from arborl.tools.core.background_threads import run_in_thread
 from arborl.tools.remote.http_connections import HttpConnections
 
 MAX_OUTPUT_BYTES = 2**20
-MAX_TASK_BYTES = 100_000
-"""Size of the variable ARBORL_TASK; Linux accepts 128 KiB."""
+MAX_TASK_BYTES = 100_000  # size of the variable ARBORL_TASK; Linux accepts 128 KiB
 DRAIN_SECONDS = 1.0
 """Time to read the output after the process tree has ended: a process outside the tree may hold the pipe open."""
-KILL_SECONDS = 15.0
-"""Time for the guard process to end the process tree before it is killed."""
-API_KEY = "arborl"
-"""Clients need some key; the URL identifies the episode."""
+KILL_SECONDS = 15.0  # time for the guard process to end the process tree before it is killed
+API_KEY = "arborl"  # clients need some key; the URL identifies the episode
 NAMED_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 FUNCTION_ARGUMENTS = ("question", "messages", "fields", "task", "base_url", "api_key")
 

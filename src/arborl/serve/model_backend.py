@@ -41,14 +41,10 @@ class ServiceUnavailable(ArborError):
 class GenerationRequest:
     """How one completion is sampled."""
 
-    sampling: Sampling
-    """A backend lowers `max_tokens` to the room that the prompt leaves in the context."""
-    top_logprobs: int = 0
-    """Number of most likely tokens to return for each position."""
-    prefix: str = ""
-    """First text of the answer. It is part of the prompt and is not sampled."""
-    session: str = ""
-    """Requests of one session tend to share a prefix."""
+    sampling: Sampling  # A backend lowers `max_tokens` to the room that the prompt leaves in the context
+    top_logprobs: int = 0  # number of most likely tokens to return for each position
+    prefix: str = ""  # First text of the answer. It is part of the prompt and is not sampled.
+    session: str = ""  # requests of one session tend to share a prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +53,7 @@ class TokenChunk:
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    top: tuple[TopLogprobs, ...] = ()
-    """One entry for each token if `top_logprobs` was requested."""
+    top: tuple[TopLogprobs, ...] = ()  # one entry for each token if `top_logprobs` was requested
     finish: FinishReason | None = None
     version: int = 0
 
@@ -101,8 +96,7 @@ class ModelBackend(Protocol):
     name: str
     renderer: Renderer
     max_context: int
-    sampling: Sampling
-    """Defaults for fields that a request leaves out."""
+    sampling: Sampling  # defaults for fields that a request leaves out
     version: int
     reply_cache: ReplyCache
 

@@ -201,8 +201,7 @@ class TextCompletionWriter(CompletionWriter):
 
     def __init__(self, body: CompletionRequest, backend: ModelBackend, choices: Sequence[ChoiceStream]):
         super().__init__(body, backend, choices)
-        self._offsets: dict[int, int] = {}
-        """Characters of each choice whose log-probabilities were written."""
+        self._offsets: dict[int, int] = {}  # characters of each choice whose log-probabilities were written
 
     def choice_object(self, choice: ChoiceStream, tokens: Sequence[SampledToken]) -> Object:
         return self._object(choice, self._echo(choice) + choice.text, tokens, choice.finish_reason)

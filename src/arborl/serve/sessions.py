@@ -25,8 +25,7 @@ from arborl.serve.model_backend import RequestError, ServiceUnavailable
 from arborl.spans import span
 from arborl.types import Call, Episode, Message, Sampling, StopReason, Task, ToolSpec
 
-USER_SECONDS = 7 * 24 * 3600.0
-"""Time limit of a user's reply; idle sessions are closed earlier."""
+USER_SECONDS = 7 * 24 * 3600.0  # time limit of a user's reply; idle sessions are closed earlier
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +114,7 @@ class ServedAgents:
     cast: EpisodeFactories
     sampling: Sampling
     limits: EpisodeLimits
-    names: tuple[str, ...]
-    """Agent names; the first is the run's default."""
+    names: tuple[str, ...]  # agent names; the first is the run's default
 
 
 class AgentSession:
@@ -149,8 +147,7 @@ class AgentSession:
         self.sampling = agents.sampling if temperature is None else replace(agents.sampling, temperature=temperature)
         self.id = uuid.uuid4().hex
         self.last_used = time.monotonic()
-        self.episodes: list[Episode] = []
-        """One for each run of the agent."""
+        self.episodes: list[Episode] = []  # one for each run of the agent
         self.is_busy = False
         self._user: UserEnv | None = None
         self._run: asyncio.Task[None] | None = None

@@ -34,15 +34,11 @@ class ContextError(ValueError):
 class HistoryEntry:
     """A message and its id, which never changes."""
 
-    id: int
-    """1, 2, 3, … in order; 0 for the system messages and the first user message."""
+    id: int  # 1, 2, 3, … in order; 0 for the system messages and the first user message
     message: Message
-    caller: int = 0
-    """Id of the assistant message whose tool call this answers."""
-    room: int | None = None
-    """Tokens that were left when it was added."""
-    tag: str = ""
-    """Stays visible when the message is deleted: progress of a scan."""
+    caller: int = 0  # id of the assistant message whose tool call this answers
+    room: int | None = None  # tokens that were left when it was added
+    tag: str = ""  # stays visible when the message is deleted: progress of a scan
     ok: bool = True
 
 
@@ -115,8 +111,7 @@ class Fold:
     first: int
     last: int
     summary: str
-    keep: frozenset[int] = frozenset()
-    """Ids that stay visible; `append_edit` sets it."""
+    keep: frozenset[int] = frozenset()  # ids that stay visible; `append_edit` sets it
 
 
 @dataclass(frozen=True, slots=True)

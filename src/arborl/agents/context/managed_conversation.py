@@ -31,8 +31,7 @@ from arborl.errors import ConfigError, ContextFull
 from arborl.tools.core.tool_context import count_tokens
 from arborl.types import Message, ToolSpec
 
-HEADER_TOKENS = 8
-"""Tokens around a message, if no chat template is known."""
+HEADER_TOKENS = 8  # tokens around a message, if no chat template is known
 PLAIN_STYLE = ViewStyle(form="plain", notes=False, rooms=False, ids=False)
 PolicyKind = Literal["none", "window", "truncate", "summary", "statelm"]
 POLICY_KINDS = ("none", "window", "truncate", "summary", "statelm")
@@ -46,8 +45,7 @@ class ContextBudget:
     """Limits of one episode."""
 
     tokens: int
-    reply: int
-    """Tokens reserved for the model's next message."""
+    reply: int  # tokens reserved for the model's next message
     turns: int
 
     @classmethod

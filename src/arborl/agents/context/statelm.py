@@ -149,8 +149,7 @@ class TrajectoryDump:
 
     enabled: bool = False
     folder: str = "trajectories"
-    freq: int = 1
-    """One episode in `freq`, chosen by a hash of its id."""
+    freq: int = 1  # one episode in `freq`, chosen by a hash of its id
 
     def __post_init__(self) -> None:
         if self.freq < 1:

@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 from arborl.chat.formats import ToolCallParser, numbered
 from arborl.types import ToolCall
 
-ParsedBlock = Any | ValueError
-"""A JSON value, or the error of parsing it."""
+ParsedBlock = Any | ValueError  # A JSON value, or the error of parsing it
 
 
 def parse_json_at(text: str, at: int, shape: str) -> tuple[ParsedBlock, int | None]:

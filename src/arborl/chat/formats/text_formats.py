@@ -24,8 +24,7 @@ END_FUNCTION, END_PARAMETER = "</function>", "</parameter>"
 LIST_SHAPE = '[TOOL(NAME="VALUE")]'
 LIST_START = re.compile(r"\[\s*[^\W\d][\w.]*\s*\(")
 LONGEST, DEEPEST = 50_000, 60
-WORDS = {"true": True, "false": False, "null": None}
-"""JSON constants, which models also write."""
+WORDS = {"true": True, "false": False, "null": None}  # JSON constants, which models also write
 
 REACT_SHAPE = 'Action: TOOL\nAction Input: {"NAME": "VALUE"}'
 REACT_LINE = re.compile(

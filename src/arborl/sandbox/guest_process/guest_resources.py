@@ -10,11 +10,9 @@ import os
 import time
 
 MOUNT = "/sys/fs/cgroup"
-MEMORY_OVERHEAD = 64 * 2**20
-"""Bytes for the interpreter's pages, page tables and kernel structures."""
+MEMORY_OVERHEAD = 64 * 2**20  # bytes for the interpreter's pages, page tables and kernel structures
 
-START_SECONDS = 60
-"""A group of this age without processes belongs to a guest that has ended."""
+START_SECONDS = 60  # A group of this age without processes belongs to a guest that has ended
 
 
 def make_cgroup(name: str, limit: int, mount: str = MOUNT, own: str = "/proc/self/cgroup") -> str:

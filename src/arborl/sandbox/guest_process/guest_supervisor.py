@@ -22,8 +22,7 @@ import restrictions
 
 HOST_PIPE, CONTROL = 0, interpreter.CONTROL
 SIGKILL = 9
-OUT_OF_MEMORY = 250
-"""Exit code when the kernel killed a process of the guest at the cgroup's memory limit."""
+OUT_OF_MEMORY = 250  # exit code when the kernel killed a process of the guest at the cgroup's memory limit
 
 
 def main() -> None:

@@ -10,8 +10,7 @@ import ctypes
 import os
 import struct
 
-Numbers = tuple[int | None, int | None]
-"""Call number on (x86_64, aarch64); None if it does not exist."""
+Numbers = tuple[int | None, int | None]  # call number on (x86_64, aarch64); None if it does not exist
 
 # fmt: off
 ALLOWED: dict[str, Numbers] = {

@@ -20,8 +20,7 @@ from typing import Any, ClassVar
 
 log = logging.getLogger(__name__)
 
-MAX_HANGING_CALLS = 32
-"""Maximum number of hanging calls of one name; further calls are refused."""
+MAX_HANGING_CALLS = 32  # maximum number of hanging calls of one name; further calls are refused
 IDLE_SECONDS = 10.0
 
 
@@ -35,8 +34,7 @@ class AbandonedCalls:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.calls: dict[object, tuple[str, float]] = {}
-        self.full: set[str] = set()
-        """Names whose calls are refused; each is logged once."""
+        self.full: set[str] = set()  # names whose calls are refused; each is logged once
 
     def add(self, call: object, name: str, due: float) -> None:
         """Register a call that is no longer awaited. `due`: its deadline in `time.monotonic()`."""

@@ -23,10 +23,8 @@ class JsonBounds:
     """Limits of one JSON text."""
 
     depth: int = 64
-    values: int = 2**18
-    """Values and keys in total. This also limits the length of an array."""
-    costly: int = 2**16
-    """Strings, keys, objects and arrays in total: all that costs more than a number."""
+    values: int = 2**18  # Values and keys in total. This also limits the length of an array.
+    costly: int = 2**16  # strings, keys, objects and arrays in total: all that costs more than a number
 
 
 DEFAULT_BOUNDS = JsonBounds()

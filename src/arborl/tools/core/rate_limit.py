@@ -100,20 +100,16 @@ class RateLimit:
 
 
 MAGIC = b"arborl-2"
-CHECKSUM = struct.Struct("<8sI")
-"""File type, and a checksum of the rest."""
+CHECKSUM = struct.Struct("<8sI")  # file type, and a checksum of the rest
 HEADER = struct.Struct("<16s5dI")
 """Boot id, calls per minute, burst, time of the last use, `_LimitState.next_grant`, `.last_ticket`, queue length."""
 QUEUE_ENTRY = struct.Struct("<2d")
-MAX_QUEUE = 4096
-"""Maximum queue length; further callers poll until there is space."""
+MAX_QUEUE = 4096  # maximum queue length; further callers poll until there is space
 
-GRACE_SECONDS = 0.02
-"""A caller that is this late is passed by the next one."""
+GRACE_SECONDS = 0.02  # A caller that is this late is passed by the next one
 POLL_SECONDS, EXPIRY_SECONDS = 0.5, 1.0
 """Poll interval of a queued caller, and how late it may be before its queue entry expires."""
-LOCK_RETRY_SECONDS = (0.0002, 0.05)
-"""First and longest wait between attempts to lock the file."""
+LOCK_RETRY_SECONDS = (0.0002, 0.05)  # first and longest wait between attempts to lock the file
 LOCK_WARNING_SECONDS = 5.0
 
 
@@ -121,11 +117,9 @@ LOCK_WARNING_SECONDS = 5.0
 class _LimitState:
     """State that the processes share."""
 
-    next_grant: float
-    """One interval after the last granted call; never before the present."""
+    next_grant: float  # one interval after the last granted call; never before the present
     last_ticket: float = 0.0
-    queue: dict[float, float] = field(default_factory=dict)
-    """Ticket -> time at which its owner polls again."""
+    queue: dict[float, float] = field(default_factory=dict)  # ticket -> time at which its owner polls again
 
 
 class HostRateLimiter:
@@ -358,10 +352,8 @@ def _boot_id() -> bytes:
         return b"unknown boot id."
 
 
-REQUEST_SECONDS = 20.0
-"""Longest wait within one request; a caller that must wait longer repeats it."""
-SILENCE_SECONDS = 120.0
-"""RateLimitTimeout after this time without any response."""
+REQUEST_SECONDS = 20.0  # longest wait within one request; a caller that must wait longer repeats it
+SILENCE_SECONDS = 120.0  # RateLimitTimeout after this time without any response
 
 
 class ServerRateLimiter:

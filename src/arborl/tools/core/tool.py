@@ -72,10 +72,8 @@ class Tool:
         self.max_tokens, self.max_chars = max_tokens, max_chars
         self.stateful, self.terminal = stateful, terminal
         self.name = name or str(getattr(function, "__name__", type(function).__name__))
-        self.sandboxed = False
-        """It runs code in the sandbox; a run with such a tool logs the isolation level."""
-        self.owner: type | None = None
-        """Class of an unbound method."""
+        self.sandboxed = False  # it runs code in the sandbox; a run with such a tool logs the isolation level
+        self.owner: type | None = None  # class of an unbound method
         text = parse_docstring(inspect.getdoc(function))
         self._arguments, self.injector, self._is_method = inspect_function(self.name, function, text.arguments)
         self.spec = ToolSpec(self.name, description or text.description, self._arguments.schema)

@@ -116,10 +116,8 @@ class ParameterInjector:
     """Fills the marked parameters of one tool."""
 
     tool: str
-    markers: Mapping[str, Any]
-    """Parameter -> `TaskField`, `EpisodeState`, or the class `ToolContext`."""
-    optional: frozenset[str]
-    """Parameters with a default; their task field may be missing."""
+    markers: Mapping[str, Any]  # parameter -> `TaskField`, `EpisodeState`, or the class `ToolContext`
+    optional: frozenset[str]  # parameters with a default; their task field may be missing
 
     def values(self, context: ToolContext) -> dict[str, Any]:
         """Values of the marked parameters. A missing task field is an error of the run: it ends the episode."""

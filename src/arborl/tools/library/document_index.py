@@ -16,11 +16,9 @@ from dataclasses import dataclass
 
 from arborl.tools.core.tool_context import TokenEncoder, count_tokens
 
-PIECE = re.compile(r"\s*\S{1,24}|\s+")
-"""White space and the following word; long words (Chinese, base64) in parts."""
+PIECE = re.compile(r"\s*\S{1,24}|\s+")  # white space and the following word; long words (Chinese, base64) in parts
 QUOTED = re.compile(r'^\s*"(.*)"\s*$', re.DOTALL)
-NEAR_DISTANCE = 2
-"""Words allowed between the words of a keyword."""
+NEAR_DISTANCE = 2  # words allowed between the words of a keyword
 MARKS = ("\x02", "\x03")
 CACHE_CHARS = 64_000_000
 
@@ -33,8 +31,7 @@ class SearchHit:
     """A matching chunk."""
 
     chunk: int
-    score: float
-    """BM25; larger is better."""
+    score: float  # BM25; larger is better
     marked: str
 
 

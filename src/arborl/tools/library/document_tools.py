@@ -19,8 +19,7 @@ from arborl.tools.library.finish import finish as plain_finish
 from arborl.types import ToolResult, ToolSpec
 
 FIELD = "document_content"
-NO_LIMIT = 1 << 40
-"""Output limit: truncation would break the JSON."""
+NO_LIMIT = 1 << 40  # output limit: truncation would break the JSON
 INDEX_ID = "document_index"
 FILE_NAME = "attached_document.txt"
 
@@ -45,10 +44,8 @@ class ContextEditor(Protocol):
 class DocumentNote:
     """A note of the model."""
 
-    summary: str
-    """Always in the context."""
-    content: str
-    """Returned by `readNote`."""
+    summary: str  # always in the context
+    content: str  # returned by `readNote`
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +82,7 @@ def check_sizes(chunk_size: int, overlap: int) -> None:
 class Workspace:
     """State of one episode: document, index, notes."""
 
-    document: Any = None
-    """The text; None: the task's field `document_content`."""
+    document: Any = None  # the text; None: the task's field `document_content`
     settings: DocumentSettings = field(default_factory=DocumentSettings)
     editor: ContextEditor | None = None
     notes: dict[str, DocumentNote] = field(default_factory=dict)

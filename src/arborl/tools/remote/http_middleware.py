@@ -17,8 +17,7 @@ from arborl.tools.remote.tool_protocol import replace_surrogates
 if TYPE_CHECKING:
     import uvicorn
 
-REQUEST_SECONDS = 10.0
-"""Time from connecting, or from the last response, to a complete request."""
+REQUEST_SECONDS = 10.0  # time from connecting, or from the last response, to a complete request
 MAX_PENDING = 1024
 
 
@@ -156,8 +155,7 @@ def limited_http_protocol(pending: PendingConnections) -> type[asyncio.Protocol]
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     class LimitedHttpProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
-        unread = False
-        """The client does not read the response."""
+        unread = False  # the client does not read the response
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)

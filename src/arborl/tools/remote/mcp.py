@@ -38,8 +38,7 @@ except ImportError as missing:
 log = logging.getLogger(__name__)
 logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL)  # it logs a traceback for every invalid line
 
-SESSION_KEY = "arborl/session"
-"""Key of the episode in a call's `_meta`, for servers that keep state per episode."""
+SESSION_KEY = "arborl/session"  # key of the episode in a call's `_meta`, for servers that keep state per episode
 
 
 class McpClient:

@@ -75,8 +75,7 @@ class ToolSession:
     """State of one episode of a client."""
 
     context: ToolContext
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Calls of stateful tools run one after another."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # calls of stateful tools run one after another
     last_used: float = 0.0
 
 

@@ -13,12 +13,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from arborl.errors import ConfigError
 from arborl.types import ToolResult, ToolSpec
 
-VISIBLE_ASCII = r"^[!-~]+$"
-"""Keys and session names: valid in paths, files and logs."""
+VISIBLE_ASCII = r"^[!-~]+$"  # keys and session names: valid in paths, files and logs
 MAX_DEPTH = 64
 MAX_VALUES = 2**16
-MAX_ARGUMENT_VALUES = 2**13
-"""Values and keys of the arguments, which the event loop validates."""
+MAX_ARGUMENT_VALUES = 2**13  # values and keys of the arguments, which the event loop validates
 
 
 def check_values(value: dict[str, Any], most: int = MAX_VALUES) -> dict[str, Any]:
@@ -109,8 +107,7 @@ class LimitRequest(StrictModel):
     name: str = Field(max_length=200)
     per_minute: float = Field(ge=0.001, le=1e9, allow_inf_nan=False)
     burst: int = Field(1, ge=1, le=1_000_000)
-    timeout: float = Field(30.0, ge=0, le=600, allow_inf_nan=False)
-    """Respond within this many seconds, granted or not."""
+    timeout: float = Field(30.0, ge=0, le=600, allow_inf_nan=False)  # respond within this many seconds, granted or not
 
 
 class LimitResponse(StrictModel):
@@ -118,8 +115,7 @@ class LimitResponse(StrictModel):
 
 
 class HealthResponse(StrictModel):
-    status: str
-    """`ok` or `draining`."""
+    status: str  # `ok` or `draining`
     running: int
     waiting: int
     sandbox: str | None = None

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
 MAX_RATE_LIMITS = 1000
 BODY_BOUNDS = JsonBounds(depth=protocol.MAX_DEPTH + 2, values=protocol.MAX_VALUES)
-MAX_INLINE_PARSE = 2**16
-"""Larger bodies are parsed in a thread."""
+MAX_INLINE_PARSE = 2**16  # larger bodies are parsed in a thread
 MAX_NAMED_ERRORS = 20
 STATUS_TEXT = {
     401: "wrong or missing API key; nothing was run",
