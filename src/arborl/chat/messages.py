@@ -35,9 +35,7 @@ def read_tools(value: Any, where: str) -> tuple[ToolSpec, ...]:
     """Tools, or dicts as OpenAI writes them: `{"type": "function", "function": {…}}`. Raises ValueError."""
     if isinstance(value, str | bytes | Mapping | ToolSpec) or not hasattr(value, "__iter__"):
         raise ValueError(f"{where}: {type(value).__name__}, not a list of tools. Write [{TOOL}].")
-    return tuple(
-        one if isinstance(one, ToolSpec) else _tool(one, f"{where}[{index}]") for index, one in enumerate(value)
-    )
+    return tuple(one if isinstance(one, ToolSpec) else _tool(one, f"{where}[{i}]") for i, one in enumerate(value))
 
 
 def _tool(value: Any, where: str) -> ToolSpec:
@@ -99,9 +97,7 @@ def _call(value: Any, where: str) -> ToolCall:
         return value
     function = value.get("function") if isinstance(value, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ValueError(
-            f'{where}: not a call. Write {{"id": "…", "function": {{"name": "…", "arguments": "{{…}}"}}}}.'
-        )
+        raise ValueError(f'{where}: no call. Write {{"id": "…", "function": {{"name": "…", "arguments": "{{…}}"}}}}.')
     arguments = function.get("arguments") or {}
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)

@@ -128,9 +128,8 @@ def _template_with_tools(
     if "tool_use" in sources:  # the model's own template for tools
         return template, replace(support, tools=True)
     if not support.tools:
-        template = Template(
-            builtin_templates.add_tool_section(sources["default"], support, parser), *special, arguments=chat_args
-        )
+        source = builtin_templates.add_tool_section(sources["default"], support, parser)
+        template = Template(source, *special, arguments=chat_args)
     return template, support
 
 

@@ -158,9 +158,8 @@ class Sandbox:
             raise SandboxError("bwrap is not installed (apt install bubblewrap)")
         self.limits, self.level = limits or SandboxLimits(), level
         self.restrictions: tuple[str, ...] = ()
-        self._folder = os.path.join(
-            tempfile.gettempdir(), f"arborl-box-{secrets.token_hex(8)}"
-        )  # created by the supervisor
+        # The supervisor creates the folder.
+        self._folder = os.path.join(tempfile.gettempdir(), f"arborl-box-{secrets.token_hex(8)}")
         self._home = self._folder if level == "rlimits" else GUEST_HOME
         self._lock = threading.RLock()  # held while code runs
         self._open, self._killed = True, False

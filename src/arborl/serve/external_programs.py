@@ -150,9 +150,8 @@ class HttpProgram:
 
     async def play(self, episode: ExternalEpisode, url: str) -> str | None:
         body = {"task": episode.task_object(), "base_url": f"{url}/v1", "api_key": API_KEY, "episode_url": url}
-        response = await HttpConnections(self.url, {"Connection": "close"}).request(
-            "POST", "", json.dumps(body).encode()
-        )
+        data = json.dumps(body).encode()
+        response = await HttpConnections(self.url, {"Connection": "close"}).request("POST", "", data)
         if response.status == 202:
             await episode.rewarded.wait()
             return None

@@ -39,9 +39,7 @@ def openai_routes(
     workers = workers or parsing.RequestWorkers()
     router = APIRouter(prefix=prefix, route_class=parsing.bounded_route(workers))
 
-    async def answer(
-        body: Any, request: Request, choices_of: Callable[..., Any], writer: Callable[..., Any]
-    ) -> Response:
+    async def answer(body: Any, request: Request, choices_of: Any, writer: Any) -> Response:
         backend = backend_of(request)
         parsing.check_model_name(body.model, backend)
         choices = await workers.run(lambda: choices_of(body, backend, seconds), request.state.body_size)
@@ -81,9 +79,8 @@ def text_choices(body: CompletionRequest, backend: ModelBackend, seconds: float 
     prompts = [parsing.encode_prompt(prompt, backend) for prompt in body.prompts]
     request = parsing.generation_request(body, backend, body.max_tokens, seconds, body.logprobs or 0)
     options = parsing.choice_options(body, parsing.ToolSelection(), backend)
-    streams = [
-        backend.complete(prompt, one) for prompt in prompts for one in parsing.repeat_with_seeds(request, body.n)
-    ]
+    requests = parsing.repeat_with_seeds(request, body.n)
+    streams = [backend.complete(prompt, one) for prompt in prompts for one in requests]
     return [ChoiceStream(i, stream, backend, options) for i, stream in enumerate(streams)]
 
 

@@ -62,9 +62,8 @@ def load_for_serving(
     engine = EngineThread(served.engine)
     engine.prepare(step, served.sampling)
     vocab_size, max_context = served.model.config.vocab_size, config.sampling.max_context
-    backend = EngineBackend(
-        engine, served.renderer, vocab_size, name or folder.resolve().name, max_context, served.sampling
-    )
+    name = name or folder.resolve().name
+    backend = EngineBackend(engine, served.renderer, vocab_size, name, max_context, served.sampling)
     backend.version = step
     names = (short_name(config.agent.name), *config.data.agents)
     agents = ServedAgents(engine, served.renderer, served.cast, served.sampling, served.limits, names)

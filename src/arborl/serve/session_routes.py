@@ -101,9 +101,7 @@ async def session_events(session: AgentSession, content: str, seconds: float | N
 
 
 def session_object(session: AgentSession) -> Object:
-    tools = [
-        {"name": spec.name, "description": spec.description, "parameters": spec.parameters} for spec in session.tools
-    ]
+    tools = [{"name": one.name, "description": one.description, "parameters": one.parameters} for one in session.tools]
     return {"id": session.id, "object": "agent.session", "agent": session.agent, "tools": tools}
 
 

@@ -194,14 +194,13 @@ class ContextPolicy:
             return
         limit = self.compress_at * conversation.limits.tokens
         while conversation.num_tokens(conversation.messages()) + conversation.limits.reply > limit:
-            is_shorter = (
-                self._truncate(conversation) if self.kind == "truncate" else await self._summarize(conversation)
-            )
+            shorten = self._truncate if self.kind == "truncate" else self._summarize
+            is_shorter = await shorten(conversation)
             if not is_shorter:
                 return
             limit = conversation.limits.tokens
 
-    def _truncate(self, conversation: ManagedConversation) -> bool:
+    async def _truncate(self, conversation: ManagedConversation) -> bool:
         """Hide the oldest rounds until the rest fits; the latest stays. Whether any was hidden."""
         limit = self.compression_ratio * conversation.limits.tokens
         history = conversation.history

@@ -345,9 +345,8 @@ def select_tools(names: Sequence[str] | None, policy: str) -> list[document_tool
         names = DEFAULT_TOOLS if policy == "statelm" else [name for name in DEFAULT_TOOLS if name not in CONTEXT_TOOLS]
     for name in names:
         if name not in TOOLSET:
-            raise ConfigError(
-                f"agent.args.toolset: no tool {name!r}.{did_you_mean(name, TOOLSET)} Known: {', '.join(TOOLSET)}."
-            )
+            near = did_you_mean(name, TOOLSET)
+            raise ConfigError(f"agent.args.toolset: no tool {name!r}.{near} Known: {', '.join(TOOLSET)}.")
         if policy != "statelm" and name in ("deleteContext", "summarize"):
             raise ConfigError(f"agent.args.toolset: {name} edits the context, which policy={policy} does by itself.")
     return [TOOLSET[name] for name in dict.fromkeys(names)]

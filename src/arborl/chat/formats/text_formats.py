@@ -27,9 +27,7 @@ LONGEST, DEEPEST = 50_000, 60
 WORDS = {"true": True, "false": False, "null": None}  # JSON constants, which models also write
 
 REACT_SHAPE = 'Action: TOOL\nAction Input: {"NAME": "VALUE"}'
-REACT_LINE = re.compile(
-    r"^[ \t]*(Action Input|Action|Observation|Final Answer)[ \t]*:[ \t]*", re.MULTILINE | re.IGNORECASE
-)
+REACT_LINE = re.compile(r"^[ \t]*(Action Input|Action|Observation|Final Answer)[ \t]*:[ \t]*", re.M | re.IGNORECASE)
 REACT_NAME = re.compile(r"\S(?:[^\n]*\S)?")
 
 
@@ -115,9 +113,8 @@ def _read_function(call_id: str, name: str, body: str) -> ToolCall:
         shape = XML_SHAPE.replace("TOOL", name)
         return ToolCall(call_id, name, error=f"there is text outside parameters: {left[:40]!r}. Write {shape}")
     try:
-        return ToolCall(
-            call_id, name, unique_pairs([(k.strip(), _parameter_value(v)) for k, v in XML_PARAMETER.findall(inside)])
-        )
+        pairs = [(key.strip(), _parameter_value(text)) for key, text in XML_PARAMETER.findall(inside)]
+        return ToolCall(call_id, name, unique_pairs(pairs))
     except ValueError as error:
         return ToolCall(call_id, name, error=f"{error}. Write {XML_SHAPE.replace('TOOL', name)}")
 

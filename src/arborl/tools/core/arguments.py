@@ -120,9 +120,7 @@ class _CompactSchema(GenerateJsonSchema):
 
 def _simplify(schema: dict[str, Any]) -> dict[str, Any]:
     definitions = schema.get("$defs", {})
-    properties = {
-        name: _inline(about, definitions, frozenset()) for name, about in schema.get("properties", {}).items()
-    }
+    properties = {name: _inline(one, definitions, frozenset()) for name, one in schema.get("properties", {}).items()}
     simple: dict[str, Any] = {"type": "object", "properties": properties}
     if "required" in schema:
         simple["required"] = schema["required"]

@@ -51,9 +51,7 @@ def check_json(data: bytes, bounds: JsonBounds = DEFAULT_BOUNDS) -> int:
         for _ in range(bounds.depth if len(brackets) == 2 * opened else 0):  # remove the innermost pairs
             brackets = brackets.replace(b"[]", b"")
         if brackets:
-            raise JsonBoundsError(
-                f"the JSON is nested more than {bounds.depth} levels deep, or its brackets do not match"
-            )
+            raise JsonBoundsError(f"the JSON is nested more than {bounds.depth} deep, or its brackets do not match")
     return strings + opened
 
 

@@ -15,13 +15,13 @@ import os
 import stat
 import struct
 import time
-import weakref
 import zlib
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import httpx
 
@@ -368,9 +368,7 @@ class ServerRateLimiter:
         key = api_key if api_key is not None else os.environ.get("ARBORL_TOOL_API_KEY")
         self.name, self.url = name, f"{server.rstrip('/')}/limit"
         self._headers = bearer_header(key)
-        self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
         self._request = {"name": name, "per_minute": per_minute, "burst": burst}
 
     async def acquire(self, timeout: float | None) -> float:

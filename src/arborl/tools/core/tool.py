@@ -184,9 +184,7 @@ def inspect_function(
         raise TypeError(
             f"tool {name!r}: a type in its signature cannot be resolved ({error}); import it at the top of the module"
         ) from error
-    is_method = (
-        bool(parameters) and parameters[0].name == "self" and parameters[0].annotation is inspect.Parameter.empty
-    )
+    is_method = [(p.name, p.annotation) for p in parameters[:1]] == [("self", inspect.Parameter.empty)]
     parameters = parameters[1:] if is_method else parameters
     markers = {one.name: marker for one in parameters if (marker := injection_marker(one.annotation)) is not None}
     optional = frozenset(p.name for p in parameters if p.default is not p.empty)

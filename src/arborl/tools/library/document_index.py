@@ -82,9 +82,7 @@ class DocumentIndex:
         begin, end = self.spans[chunk]
         return self.text[begin:end]
 
-    def search(
-        self, keywords: Sequence[str], mode: str, limit: int, marked: bool = True
-    ) -> tuple[int, list[SearchHit]]:
+    def search(self, keywords: Sequence[str], mode: str, most: int, marked: bool = True) -> tuple[int, list[SearchHit]]:
         expression = match_expression(keywords, mode)
         if not expression:
             return 0, []
@@ -95,7 +93,7 @@ class DocumentIndex:
             ).fetchone()
             rows = self._database.execute(  # ORDER BY rank alone: another key would highlight every match first
                 f"SELECT rowid, -rank, {shown} FROM chunks WHERE chunks MATCH ? ORDER BY rank LIMIT ?",
-                (*MARKS, expression, limit),
+                (*MARKS, expression, most),
             ).fetchall()
         hits = [SearchHit(*row) for row in rows]
         return total, sorted(hits, key=lambda hit: (-hit.score, hit.chunk))

@@ -39,9 +39,7 @@ def read_corpus(path: str | Path) -> Iterator[CorpusDocument]:
         if file.suffix == ".jsonl":
             yield from _read_lines(file)
         else:
-            yield CorpusDocument(
-                file.stem, file.stem.replace("_", " "), file.read_text(encoding="utf-8", errors="replace")
-            )
+            yield CorpusDocument(file.stem, file.stem.replace("_", " "), file.read_text("utf-8", errors="replace"))
 
 
 def corpus_files(path: str | Path) -> list[Path]:

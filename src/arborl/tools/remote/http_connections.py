@@ -62,9 +62,7 @@ class HttpConnections:
             async with asyncio.timeout(self.connect_seconds):
                 reader, writer = await asyncio.open_connection(self.host, self.port, ssl=self._tls)
         except (OSError, TimeoutError) as error:
-            raise ConnectionBroken(
-                f"cannot connect to {self.host}:{self.port}: {error or type(error).__name__}"
-            ) from error
+            raise ConnectionBroken(f"cannot connect to {self.host}:{self.port}: {error or 'timeout'}") from error
         return await self._exchange(reader, writer, data)
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes) -> HttpReply:

@@ -31,9 +31,7 @@ try:
     from mcp import Client, MCPError, StdioServerParameters, stdio_client
     from mcp.server import Server
 except ImportError as missing:
-    raise ConfigError(
-        f"MCP needs the official SDK, version 2 or newer ({missing}): pip install 'arborl[mcp]'"
-    ) from missing
+    raise ConfigError(f"MCP needs the official SDK, version 2 or later ({missing}): install arborl[mcp]") from missing
 
 log = logging.getLogger(__name__)
 logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL)  # it logs a traceback for every invalid line
@@ -202,10 +200,8 @@ class McpClient:
 
     def _transport(self, errors: TextIO) -> Any:
         if not isinstance(self.server, str):
-            program, *arguments = supervised_command(list(self.server))
-            return stdio_client(
-                StdioServerParameters(command=program, args=arguments, env=self.env, cwd=self.cwd), errors
-            )
+            program, *words = supervised_command(list(self.server))
+            return stdio_client(StdioServerParameters(command=program, args=words, env=self.env, cwd=self.cwd), errors)
         if not self.headers:
             return self.server
         from mcp.client.streamable_http import streamable_http_client
@@ -257,9 +253,8 @@ class _McpConnection:
             errors.seek(0)
             self.last_line = next((line.strip() for line in reversed(errors.readlines()) if line.strip()), "")[:300]
         if not self.ready.done():
-            reason = (
-                f"no response in {seconds:g} s" if isinstance(failure, TimeoutError) else _reason(failure or EOFError())
-            )
+            late = isinstance(failure, TimeoutError)
+            reason = f"no response in {seconds:g} s" if late else _reason(failure or EOFError())
             self.ready.set_exception(
                 ConnectionError(f"{reason}. Its last line: {self.last_line}" if self.last_line else reason)
             )

@@ -94,9 +94,7 @@ class ToolClient:
                 "Start one: arborl tools serve --tools calculator,python"
             ) from error
         if response.status_code == 401:
-            raise ConfigError(
-                f"the tool server at {self.url} needs another API key: api_key=…, or ARBORL_TOOL_API_KEY."
-            )
+            raise ConfigError(f"tool server at {self.url} needs another API key: api_key=…, or ARBORL_TOOL_API_KEY.")
         try:
             response.raise_for_status()
             descriptions = DESCRIPTIONS.validate_json(response.content)
@@ -105,9 +103,7 @@ class ToolClient:
         names = [one.name for one in descriptions]
         if missing := [name for name in only or () if name not in names]:
             near = did_you_mean(missing[0], names)
-            raise ConfigError(
-                f"the tool server at {self.url} has no tool {missing[0]!r}.{near} It has: {', '.join(names)}."
-            )
+            raise ConfigError(f"tool server {self.url} has no tool {missing[0]!r}.{near} It has: {', '.join(names)}.")
         return [RemoteTool(self, one) for one in descriptions if only is None or one.name in only]
 
     async def call(

@@ -308,9 +308,8 @@ class CallJournal:
 
     def begin(self, key: str, digest: str) -> bool:
         """Record that the call starts; False if it was started before."""
-        return (
-            self._execute("INSERT OR IGNORE INTO calls VALUES (?, ?, NULL, ?)", key, digest, time.time()).rowcount == 1
-        )
+        added = self._execute("INSERT OR IGNORE INTO calls VALUES (?, ?, NULL, ?)", key, digest, time.time())
+        return added.rowcount == 1
 
     def end(self, key: str, answer: str) -> None:
         """Record the response. On failure the call stays recorded as started."""

@@ -63,14 +63,12 @@ def make_app(
     pending, limits = PendingConnections(), SharedRateLimits(limit_seconds)
     metrics = ToolServerMetrics(dispatcher, pending)
     dispatcher.on_result = metrics.count
-    app = FastAPI(
-        title="Arbor tool server", responses=RESPONSES, lifespan=_lifespan(dispatcher, drain_seconds, extra, limits)
-    )
+    lifespan = _lifespan(dispatcher, drain_seconds, extra, limits)
+    app = FastAPI(title="Arbor tool server", responses=RESPONSES, lifespan=lifespan)
     app.state.half_open = pending
     app.router.route_class = BoundedRoute
-    app.add_middleware(
-        RequestFilter, key=None if api_key is None else protocol.encode_api_key(api_key), max_body=max_body
-    )
+    key = None if api_key is None else protocol.encode_api_key(api_key)
+    app.add_middleware(RequestFilter, key=key, max_body=max_body)
     _add_calls(app, dispatcher)
     _add_limits(app, limits)
     _add_health(app, dispatcher, metrics)
@@ -172,9 +170,8 @@ class SharedRateLimits:
             if len(self._limits) >= MAX_RATE_LIMITS:
                 raise TooManyCalls(f"{MAX_RATE_LIMITS} rate limits are in use")
         if key not in self._limits:
-            self._limits[key] = RateLimit(
-                body.per_minute, body.burst, f"cluster {protocol.replace_surrogates(body.name)}"
-            )
+            name = f"cluster {protocol.replace_surrogates(body.name)}"
+            self._limits[key] = RateLimit(body.per_minute, body.burst, name)
         return self._limits[key]
 
     def remove_unused(self) -> None:
