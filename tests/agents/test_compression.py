@@ -208,15 +208,13 @@ def test_a_summary_in_a_conversation_does_not_lose_what_the_user_stated_last(ren
         assert newest(call) == call.turn or asks_for_summary(call)
 
 
-def test_a_summary_is_not_requested_of_a_message_that_no_one_answered_yet(renderer):
+def test_summaries_keep_the_newest_message_in_view(renderer):
     episode = play(renderer, "chat", POLICIES["summary"])
     for call in episode.calls:
         if asks_for_summary(call):
             assert newest(call) == call.turn - 1
             assert call.messages[-2].role == "assistant"
 
-
-def test_the_newest_message_stays_in_view_while_tools_are_called_for_it(renderer):
     episode = play(renderer, "tool", POLICIES["summary"], env=Talker(2), script=[CALL] * 8 + ["Done."])
     second = [call for call in episode.calls if call.turn == 1]
     assert sum(map(asks_for_summary, second)) > 1

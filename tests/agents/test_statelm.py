@@ -277,7 +277,9 @@ def test_the_summarize_tool_folds_what_came_before(renderer):
     assert "<tool_response>" not in last
 
 
-def test_settings_in_other_systems_names_become_policies():
+def test_the_original_tools_are_the_usual_ones_and_foreign_settings_become_policies():
+    assert len(DEFAULT_TOOLS) == 11
+    assert set(TOOLSET) - set(DEFAULT_TOOLS) == {"mergeNotes", "getContextStats", "summarize"}
     assert stateset_context(False) == {"policy": "none"}
     for strategy in ("summary", "truncate", "sliding_window"):
         args = stateset_context(True, 0.4, strategy)
@@ -484,8 +486,3 @@ def test_defect_15_settings_no_one_reads_are_refused():
     ):
         with pytest.raises(ConfigError, match=words):
             call_checked(StateLM, args, "agent.args")
-
-
-def test_the_eleven_tools_of_the_original_are_the_usual_ones():
-    assert len(DEFAULT_TOOLS) == 11
-    assert set(TOOLSET) - set(DEFAULT_TOOLS) == {"mergeNotes", "getContextStats", "summarize"}

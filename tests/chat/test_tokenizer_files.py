@@ -42,9 +42,7 @@ def test_wrong_settings_and_templates_are_named(model_folder):
     with pytest.raises(ConfigError, match=r"'<\|nobody\|>' is not in tokenizer\.json"):
         Renderer.from_folder(folder)
 
-    folder = model_folder(
-        tokenizer_config={"eos_token": "</s>", "chat_template": [{"name": "rag", "template": "x"}]},
-    )
+    folder = model_folder(tokenizer_config={"eos_token": "</s>", "chat_template": [{"name": "rag", "template": "x"}]})
     with pytest.raises(ConfigError, match="only templates named rag"):
         Renderer.from_folder(folder)
 

@@ -35,9 +35,17 @@ def processes_of(user_or_text: str) -> list[int]:
     return found
 
 
-def test_some_level_works_here():
+def test_some_level_works_and_wrong_limits_and_levels_are_refused(monkeypatch):
     assert WORKING_LEVELS
     assert best_level().name == WORKING_LEVELS[0]
+    with pytest.raises(ValueError, match="wall_seconds=0"):
+        SandboxLimits(wall_seconds=0)
+    with pytest.raises(ValueError, match="give 32 or more"):
+        SandboxLimits(memory_mb=8)
+
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SandboxError, match="bwrap is not installed"):
+        try_level("bubblewrap")
 
 
 # ------------------------------------------------------------------------------------------------ ordinary code
@@ -462,16 +470,3 @@ def test_a_package_folder_can_be_imported_and_not_changed(tmp_path):
             assert box.run_sync("import helpful; helpful.answer").value == "42"
             assert not box.run_sync("open(helpful.__file__, 'w')").ok
             assert not box.run_sync(f"open({str(tmp_path / 'new.py')!r}, 'w')").ok
-
-
-def test_limits_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match="wall_seconds=0"):
-        SandboxLimits(wall_seconds=0)
-    with pytest.raises(ValueError, match="give 32 or more"):
-        SandboxLimits(memory_mb=8)
-
-
-def test_a_level_that_does_not_work_says_why(monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(SandboxError, match="bwrap is not installed"):
-        try_level("bubblewrap")

@@ -84,7 +84,7 @@ def test_a_mistake_in_an_entry_says_where_and_what_to_write(entry, received):
     assert received in str(error.value)
 
 
-def test_variables_of_other_systems_are_said_to_do_nothing(monkeypatch, caplog):
+def test_foreign_variables_have_no_effect_and_nothing_starts_unless_connected(monkeypatch, caplog, tmp_path):
     from arborl.training_run.part_factory import RunPartFactory
 
     monkeypatch.setenv("RATE_LIMIT_PER_MINUTE", "60000")
@@ -92,9 +92,6 @@ def test_variables_of_other_systems_are_said_to_do_nothing(monkeypatch, caplog):
     workshop.tools()
     assert "the environment variable RATE_LIMIT_PER_MINUTE has no effect" in caplog.text
     assert "limit: {per_minute: N}" in caplog.text
-
-
-def test_without_being_told_to_connect_nothing_is_started(tmp_path):
     opened = ToolLoader(TOOLS.__getitem__, connect=False)
     assert opened.load(ToolConfig(mcp={"command": stubborn(tmp_path, "mark-of-none")}), "tools.0") == []
     assert opened.load(ToolConfig(server="http://127.0.0.1:1"), "tools.1") == []

@@ -43,11 +43,7 @@ class LoadedModel:
 
 
 def load_for_serving(
-    path: str,
-    settings: Sequence[str] = (),
-    trust: bool = False,
-    name: str | None = None,
-    allow_untrained: bool = False,
+    path: str, settings: Sequence[str] = (), trust: bool = False, name: str | None = None, allow_untrained: bool = False
 ) -> LoadedModel:
     folder = Path(path)
     step = 0

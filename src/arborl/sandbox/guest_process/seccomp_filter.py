@@ -178,10 +178,7 @@ def _if_equal(value: int | None, block: list[BpfInstruction]) -> list[BpfInstruc
 
 
 def _one_of(argument: int, values: tuple[int, ...], otherwise: BpfInstruction | None = None) -> list[BpfInstruction]:
-    code = [
-        _load(argument),
-        *(line for value in values for line in _if_equal(value, [PERMIT])),
-    ]
+    code = [_load(argument), *(line for value in values for line in _if_equal(value, [PERMIT]))]
     return code if otherwise is None else [*code, otherwise]
 
 
