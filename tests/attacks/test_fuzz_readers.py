@@ -68,9 +68,6 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
     return bytes(out)
 
 
-# ------------------------------------------------------------------------------------------------ the readers
-
-
 def rows_file(name: str, text: str):
     def make(folder: Path) -> Path:
         (folder / name).write_text(text, encoding="utf-8")

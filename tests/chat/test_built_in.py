@@ -1,8 +1,6 @@
 """Templates for models that have none, tools for templates that have no place for them: token-exact, and the same
 wherever the template goes."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -52,9 +52,8 @@ def test_threads_and_event_loops_share_them():
 
     def thread() -> None:
         for _ in range(10):
-            slots.acquire_sync()
-            work()
-            slots.release()
+            with slots:
+                work()
 
     async def task() -> None:
         for _ in range(10):

@@ -74,12 +74,10 @@ def test_a_closed_pool_leaves_nobody_behind(pool):
         pool.run_sync("1")
 
 
-def test_one_piece_of_code_needs_one_call():
+def test_code_runs_in_one_call_from_any_event_loop():
     assert run_code_sync("print(int(input()) * 2)", stdin="21", limits=LIMITS).stdout == "42\n"
     assert asyncio.run(run_code("6 * 7", limits=LIMITS)).value == "42"
 
-
-def test_the_same_pool_serves_one_event_loop_after_another():
     async def many() -> list[str]:
         return [
             outcome.value for outcome in await asyncio.gather(*(run_code(f"{n} * 2", limits=LIMITS) for n in range(6)))

@@ -1,11 +1,8 @@
-import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import pytest
-
-from arborl.sandbox.sandbox_process import GUEST_FOLDER
+from working_levels import guest_module
 
 HEADERS = {"aarch64": Path("/usr/include/asm-generic/unistd.h")}
 HEADERS["x86_64"] = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
@@ -13,12 +10,7 @@ HEADERS["x86_64"] = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
 
 @pytest.fixture(scope="module")
 def calls():
-    spec = importlib.util.spec_from_file_location("sandbox_calls", GUEST_FOLDER / "seccomp_filter.py")
-    module = importlib.util.module_from_spec(spec)
-    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    spec.loader.exec_module(module)
-    sys.dont_write_bytecode = before
-    return module
+    return guest_module("seccomp_filter")
 
 
 @pytest.mark.parametrize("machine", HEADERS)

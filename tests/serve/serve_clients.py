@@ -1,7 +1,5 @@
 """Servers and clients for tests: behind a real socket, and in-process for tests without streaming."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from contextlib import asynccontextmanager, contextmanager

@@ -35,22 +35,16 @@ def found(text):
     return [line.partition("[")[2].partition("]")[0] for line in text.splitlines()]
 
 
-def test_results_are_numbered_with_their_words_marked(search):
+def test_results_are_numbered_and_mark_words_phrases_and_forms(search):
     result = asyncio.run(search.run({"query": "frozen winter"}))
     assert result.ok
     first = result.content.splitlines()[0]
     assert first.startswith("1. [lake] Lake: ")
     assert "[[frozen]]" in first
     assert "[[winter]]" in first
-
-
-def test_a_phrase_is_found_together_only(search):
     assert found(search.search('"frozen lake"')) == ["lake"]
     assert set(found(search.search("frozen lake"))) == {"lake", "desert"}
     assert "Nothing found" in search.search('"lake frozen"')
-
-
-def test_words_are_found_in_other_forms(search):
     assert found(search.search("deserts")) == ["desert"]
 
 

@@ -37,7 +37,6 @@ class Rendered:
     quoted: tuple[int, ...] = ()  # positions in order; control text that covers one of them is text
 
     def starts_with(self, beginning: Rendered) -> bool:
-        """Whether `beginning` is a prefix, with the same quoted positions."""
         if not self.text.startswith(beginning.text):
             return False
         if not self.quoted and not beginning.quoted:
@@ -46,11 +45,9 @@ class Rendered:
         return self.quoted[:count] == beginning.quoted and all(place >= size for place in self.quoted[count:])
 
     def until(self, size: int) -> Rendered:
-        """The first `size` characters."""
         return Rendered(self.text[:size], self.quoted[: bisect_left(self.quoted, size)])
 
     def after(self, size: int, before: str = "") -> Rendered:
-        """The text behind the first `size` characters, with `before` in front of it."""
         if not self.quoted:
             return Rendered(before + self.text[size:])
         shift = len(before) - size
@@ -75,7 +72,6 @@ class TextParts:
         return join_rendered(self.parts)
 
     def starts_with(self, beginning: TextParts) -> bool:
-        """Whether `beginning` is a prefix, with the same quoted positions."""
         if beginning.size > self.size:
             return False
         at = 0
@@ -91,7 +87,6 @@ class TextParts:
         return join_rendered(rest).starts_with(join_rendered(others))
 
     def after(self, size: int, before: str = "") -> Rendered:
-        """The text behind the first `size` characters, with `before` in front of it."""
         at, count = self.size, len(self.parts)
         while at > size:
             count -= 1
@@ -107,7 +102,6 @@ class TextParts:
 
 
 def join_rendered(parts: Sequence[Rendered]) -> Rendered:
-    """The concatenated text."""
     if len(parts) == 1:
         return parts[0]
     if not any(part.quoted for part in parts):
@@ -132,10 +126,8 @@ def remove_dividers(text: str) -> Rendered:
 
 
 class ControlTextDivider:
-    """Inserts a divider behind the first character of every control text.
-
-    An incomplete control text at the end of the text is divided too: the template may write its other half behind it.
-    """
+    """Inserts a divider behind the first character of every control text. An incomplete control text at the end of the
+    text is divided too: the template may write its other half behind it."""
 
     def __init__(self, controls: Iterable[str]):
         controls = frozenset(controls)
@@ -214,7 +206,6 @@ class MessageEscaper:
         return escaped
 
     def arguments(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Further variables of a template, escaped as prompts are."""
         return {name: _map_texts(value, self.prompt) for name, value in values.items()} if values else values
 
     def _tool(self, tool: ToolSpec) -> dict[str, Any]:
@@ -222,7 +213,7 @@ class MessageEscaper:
         return {"type": "function", "function": _map_texts(function, self.tagged)}
 
 
-NO_ESCAPING = MessageEscaper()  # for models without control tokens
+NO_ESCAPING = MessageEscaper()
 
 
 def _map_texts(value: Any, divide: Callable[[str], str]) -> Any:

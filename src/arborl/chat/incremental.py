@@ -45,9 +45,6 @@ NOT_READ = object()
 EMPTY = Rendered("")
 
 
-# ------------------------------------------------------------------------------------------------ one render
-
-
 @dataclass(slots=True)
 class LoopIteration:
     """Text and dependencies of one iteration."""
@@ -65,23 +62,15 @@ class LoopRecord:
     """The iterations of one loop and the outer variables that they see."""
 
     names: Mapping[str, Any] = field(default_factory=dict)
-    before: Rendered = EMPTY  # text in front of the loop
+    before: Rendered = EMPTY
     iterations: list[LoopIteration] = field(default_factory=list)
 
 
-LoopRecords = dict[int, LoopRecord]  # the loops of a render by number
+LoopRecords = dict[int, LoopRecord]
 
 
 class TemplateRender:
-    """One render of a traced template.
-
-    Args:
-        template: made by `trace_loops`.
-        variables: the template's variables without the messages.
-        messages: in the form of templates.
-        earlier: records of an earlier render.
-        common: number of leading messages that equal those of the earlier render.
-    """
+    """One render of a traced template."""
 
     def __init__(
         self,
@@ -95,7 +84,7 @@ class TemplateRender:
         self.earlier, self.common = earlier, common
         self.records: LoopRecords = {}
         self.namespaces: list[TracedNamespace] = []
-        self.iteration: LoopIteration | None = None  # the iteration in progress
+        self.iteration: LoopIteration | None = None
         self._written: list[str] = []
         self._parts: list[Rendered] = []
 
@@ -118,7 +107,6 @@ class TemplateRender:
         return TextParts(self._parts)
 
     def _take_text(self) -> str:
-        """Text written since the last call."""
         text = "".join(self._written)
         self._written.clear()
         return text
@@ -178,7 +166,6 @@ class TemplateRender:
         return self.namespaces[-1]
 
     def record_read(self, index: int) -> None:
-        """Record that the iteration read a message."""
         if self.iteration is not None and index > self.iteration.last_read:
             self.iteration.last_read = index
 
@@ -213,9 +200,6 @@ def _same_item(one: Any, other: Any) -> bool:
     return texts and type(other) is dict and one == other
 
 
-# ------------------------------------------------------------------------------------------------ conversations
-
-
 @fast_init
 @dataclass(frozen=True, slots=True, eq=False)
 class RenderedConversation:
@@ -225,7 +209,7 @@ class RenderedConversation:
     messages: tuple[Message, ...] = ()
     calls: tuple[str, ...] | None = None
     """Tool calls of each message as text, because they are mutable; None if no message has calls written by hand."""
-    shown: Sequence[dict[str, Any]] = ()  # the messages in the form of templates
+    shown: Sequence[dict[str, Any]] = ()
     records: LoopRecords = field(default_factory=dict)
 
     def common(self, template: jinja2.Template, messages: tuple[Message, ...], calls: tuple[str, ...] | None) -> int:
@@ -244,21 +228,14 @@ NO_CONVERSATION = RenderedConversation()
 
 
 class IncrementalRenderer:
-    """Renders the conversations of one episode.
-
-    Example:
-        incremental = IncrementalRenderer(renderer)
-        incremental.render(messages)                       # renders all messages
-        incremental.render([*messages, reply, answer])     # renders the last two; equals renderer.render
-    """
+    """Renders the conversations of one episode."""
 
     def __init__(self, renderer: Renderer):
         self.renderer = renderer
-        self._conversations: list[RenderedConversation] = []  # the latest last
+        self._conversations: list[RenderedConversation] = []
         self._untraceable: set[jinja2.Template] = set()
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> TextParts:
-        """The conversation up to the start of the model's reply."""
         renderer, template = self.renderer, self.renderer.template.traced(tools)
         if template is None or template in self._untraceable:
             return TextParts([renderer.render(messages, tools)])
@@ -304,9 +281,6 @@ class IncrementalRenderer:
         return best, most
 
 
-# ------------------------------------------------------------------------------------------------ first prompts
-
-
 @dataclass(frozen=True, slots=True)
 class FirstPrompt:
     """The first prompt of an episode; the episodes of a group share it."""
@@ -333,11 +307,7 @@ class ToolsKey:
 
 
 class FirstPromptCache:
-    """First prompts of one renderer, each rendered and tokenised once.
-
-    Example:
-        prompt = FirstPromptCache(renderer).find(messages, tools)      # None if it cannot be cached
-    """
+    """First prompts of one renderer, each rendered and tokenised once."""
 
     def __init__(self, renderer: Renderer):
         self.renderer = renderer

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from arborl.chat.formats.fence import FenceParser
+from arborl.chat.formats.text_formats import FenceParser
 from arborl.rewards.answers import field_of, last_tagged
 from arborl.rewards.asserts import Asserts, read_asserts
 from arborl.sandbox import SandboxLimits, SandboxResult, run_code

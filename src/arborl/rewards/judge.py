@@ -11,10 +11,10 @@ from typing import Literal
 import httpx
 
 from arborl.errors import paused_deadlines
+from arborl.retry import BUSY_STATUS, backoff_waits, retry
 from arborl.rewards.answers import PenalizedReward, count_sentences, exact_match, field_of, final_part
 from arborl.types import Episode
 
-RETRY_STATUS = (408, 409, 429, 500, 502, 503, 504)
 PROMPT = """\
 Decide whether an answer to a question says the same as the correct answer. Wording does not matter, facts do.
 
@@ -77,21 +77,17 @@ class ChatEndpoint:
             semaphore.release()
 
     async def _post(self, client: httpx.AsyncClient, body: dict[str, object]) -> str:
-        for attempt in range(self.retries + 1):
-            try:
-                reply = await client.post(f"{self.base_url}/chat/completions", json=body)
-                if reply.status_code not in RETRY_STATUS or attempt == self.retries:
-                    reply.raise_for_status()
-                    try:
-                        return str(reply.json()["choices"][0]["message"]["content"] or "")
-                    except (ValueError, LookupError, TypeError) as error:
-                        said = f"the judge's reply is not a chat completion: {reply.text[:200]!r}"
-                        raise ValueError(said) from error
-            except httpx.TransportError:
-                if attempt == self.retries:
-                    raise
-            await asyncio.sleep(self.wait * 2**attempt)
-        raise AssertionError("the last attempt returns or raises")
+        reply = await retry(
+            lambda: client.post(f"{self.base_url}/chat/completions", json=body),
+            backoff_waits(self.retries, self.wait),
+            lambda reply: reply.status_code in BUSY_STATUS,
+            (httpx.TransportError,),
+        )
+        reply.raise_for_status()
+        try:
+            return str(reply.json()["choices"][0]["message"]["content"] or "")
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"the judge's reply is not a chat completion: {reply.text[:200]!r}") from error
 
     def _loop_semaphore(self) -> asyncio.Semaphore:
         """The semaphore of the running event loop; training and a later evaluation have one each."""

@@ -21,10 +21,8 @@ StopReason = Literal["", "wall", "cpu", "children", "memory", "processes", "disk
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """Limits of sandboxed code: times per `run`, the others for all processes of the sandbox.
-
-    Between two runs all processes of the sandbox are stopped.
-    """
+    """Limits of sandboxed code: times per `run`, the others for all processes of the sandbox. Between two runs all
+    processes of the sandbox are stopped."""
 
     wall_seconds: float = 10.0
     cpu_seconds: float = 5.0
@@ -32,9 +30,7 @@ class SandboxLimits:
     memory_mb: int = 512
     """Address space of each process, and resident memory of all processes. Files are counted separately."""
     file_mb: int = 16
-    """Maximum size of a file."""
     disk_mb: int = 64
-    """Maximum size of all files."""
     processes: int = 32
     """Processes and threads. At the level `rlimits` only threads."""
     output_bytes: int = 100_000
@@ -54,7 +50,6 @@ class SandboxResult:
     """Result of one `run`."""
 
     ok: bool
-    """It ended without an exception."""
     stdout: str = ""
     stderr: str = ""
     """Includes the traceback."""
@@ -125,7 +120,6 @@ class MessageParser:
 
 
 def parse_message(data: bytes) -> GuestMessage:
-    """The message after the token."""
     texts, position = [], 1
     while position < len(data):
         if position + 4 > len(data):
@@ -155,7 +149,6 @@ class GuestChannel:
 
     @property
     def events(self) -> int:
-        """Events to poll for."""
         return select.POLLIN | (select.POLLOUT if self._unsent else 0)
 
     def start_request(self, data: bytes, token: bytes) -> None:

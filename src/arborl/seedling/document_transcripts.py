@@ -19,7 +19,7 @@ from numpy.random import Generator
 
 from arborl.agents.context.managed_conversation import SUMMARY_REQUEST
 from arborl.agents.context.statelm import StateLM
-from arborl.chat.formats.hermes import HermesParser
+from arborl.chat.formats.json_formats import HermesParser
 from arborl.chat.messages import read_messages
 from arborl.data.generated.document_problems import COLOURS, OBJECTS, PEOPLE, TOWNS, TRADES, DocumentProblem
 from arborl.envs.games.documents_env import Documents

@@ -42,19 +42,12 @@ class ProgramError(RuntimeError):
 class ExternalProgram(Protocol):
     name: str
 
-    async def play(self, episode: ExternalEpisode, url: str) -> str | None:
-        """Play the episode at this URL; returns the program's answer."""
-        ...
+    async def play(self, episode: ExternalEpisode, url: str) -> str | None: ...
 
 
 class CommandProgram:
     """A process per task. It reads the question from standard input and the URL from its environment, and prints its
-    answer. The process and its children are ended with the episode.
-
-    Args:
-        words: the program and its arguments.
-        max_processes: processes at once; further episodes wait, and their clocks stop meanwhile.
-    """
+    answer. The process and its children are ended with the episode."""
 
     def __init__(self, words: Sequence[str], max_processes: int):
         if isinstance(words, str) or not words or not all(isinstance(word, str) for word in words):
@@ -96,11 +89,7 @@ class CommandProgram:
 
 class FunctionProgram:
     """A Python function, which runs in a thread and returns its answer. Async functions share one thread. Its
-    parameters are some of `FUNCTION_ARGUMENTS`.
-
-    Args:
-        path: `package.module:function`.
-    """
+    parameters are some of `FUNCTION_ARGUMENTS`."""
 
     def __init__(self, path: str):
         self.name, self.function = path, load(path, "program")
@@ -127,11 +116,7 @@ class FunctionProgram:
 
 class HttpProgram:
     """A running service, which receives each task as a POST. It replies with `{"answer": …}` at the end; or with status
-    202 at once, and posts its reward at the end.
-
-    Args:
-        url: address of the service.
-    """
+    202 at once, and posts its reward at the end."""
 
     def __init__(self, url: str):
         parts = urlsplit(url)
@@ -141,9 +126,8 @@ class HttpProgram:
 
     async def play(self, episode: ExternalEpisode, url: str) -> str | None:
         body = {"task": episode.task_object(), "base_url": f"{url}/v1", "api_key": API_KEY, "episode_url": url}
-        response = await HttpConnections(self.url, {"Connection": "close"}).request(
-            "POST", "", json.dumps(body).encode()
-        )
+        data = json.dumps(body).encode()
+        response = await HttpConnections(self.url, {"Connection": "close"}).request("POST", "", data)
         if response.status == 202:
             await episode.rewarded.wait()
             return None

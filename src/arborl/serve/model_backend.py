@@ -54,8 +54,8 @@ class TokenChunk:
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     top: tuple[TopLogprobs, ...] = ()  # one entry for each token if `top_logprobs` was requested
-    finish: FinishReason | None = None  # finish reason; set in the last chunk
-    version: int = 0  # policy version of the last token
+    finish: FinishReason | None = None
+    version: int = 0
 
 
 class TokenStream(Protocol):
@@ -67,11 +67,9 @@ class TokenStream(Protocol):
 
 
 class ReplyCache:
-    """Sampled messages with tool calls, by the id of their first call; the oldest are evicted first.
-
-    A client sends back parsed tool calls, and the template would write them in its own form. If the calls are
-    unchanged, the model is shown the text that it sampled, as in training.
-    """
+    """Sampled messages with tool calls, by the id of their first call; the oldest are evicted first. A client sends
+    back parsed tool calls, and the template would write them in its own form. If the calls are unchanged, the model is
+    shown the text that it sampled, as in training."""
 
     def __init__(self, max_messages: int = 4096):
         self.max_messages = max_messages
@@ -95,16 +93,14 @@ class ReplyCache:
 class ModelBackend(Protocol):
     """A model behind the routes. `RequestError` and `ServiceUnavailable` are raised before the first chunk."""
 
-    name: str  # model name for clients
+    name: str
     renderer: Renderer
-    max_context: int  # tokens of prompt and completion
+    max_context: int
     sampling: Sampling  # defaults for fields that a request leaves out
-    version: int  # policy version
+    version: int
     reply_cache: ReplyCache
 
-    def accepts_model(self, model: str) -> bool:
-        """Whether a request may use this model name."""
-        ...
+    def accepts_model(self, model: str) -> bool: ...
 
     def chat(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], requests: Sequence[GenerationRequest]

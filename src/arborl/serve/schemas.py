@@ -78,7 +78,7 @@ class CompletionOptions(SamplingRequest):
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
     logit_bias: Annotated[Object, Field(max_length=0)] | None = None
-    return_token_ids: bool = False  # return the token ids of the prompt and of each choice
+    return_token_ids: bool = False
 
     @field_validator("presence_penalty", "frequency_penalty", mode="before")
     @classmethod
@@ -138,7 +138,7 @@ class CompletionRequest(CompletionOptions):
     )
     """Text, which never contains control tokens; or token ids, which may."""
     max_tokens: int | None = Field(16, ge=1)
-    echo: bool = False  # start the text with the prompt
+    echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     best_of: int | None = None
     suffix: Literal[""] | None = None

@@ -33,7 +33,7 @@ class SessionReply:
     """The agent's answer to one message."""
 
     content: str
-    steps: tuple[Message, ...] = ()  # tool calls and tool results before the answer
+    steps: tuple[Message, ...] = ()
     stop_reason: str | None = None
     """Why the agent's run ended, such as a full context; the next message starts a new run. None if it goes on."""
     prompt_tokens: int = 0
@@ -42,11 +42,7 @@ class SessionReply:
 
 class UserEnv(Env):
     """The user as an environment. The first message is presented as the run's environment presents a task, with its
-    system message.
-
-    Args:
-        run_env: the run's environment.
-    """
+    system message."""
 
     blocking = False
 
@@ -101,7 +97,6 @@ class ObservedRecorder(Recorder):
 
 
 def _last_tool_results(messages: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
-    """Tool results since the last message of the model."""
     results: list[Message] = []
     for message in reversed(messages):
         if not isinstance(message, Message) or message.role != "tool":
@@ -160,7 +155,6 @@ class AgentSession:
 
     @property
     def tools(self) -> tuple[ToolSpec, ...]:
-        """The agent's tools."""
         agent = self.agents.cast.agent(self._task())
         toolbox = getattr(agent, "toolbox", None)
         return tuple(toolbox.specs) if toolbox is not None else tuple(getattr(agent, "specs", ()))
@@ -205,7 +199,6 @@ class AgentSession:
         self._run = asyncio.create_task(self._play(episode, self._user))
 
     async def _play(self, episode: Episode, user: UserEnv) -> None:
-        """Run the agent as a rollout does."""
         agents, task = self.agents, episode.task
         limits = agents.cast.limits(task, agents.limits)
         limits = replace(limits, max_turns=10**6, step_seconds=USER_SECONDS)
@@ -262,10 +255,10 @@ class SessionStore:
 
     agents: ServedAgents
     max_sessions: int = 256
-    idle_seconds: float = 3600.0  # unused sessions are closed after this time
+    idle_seconds: float = 3600.0
     num_keys: int = 1
     """API keys that share the sessions. Each has an equal share, so that no key can exhaust those of another."""
-    _open: dict[tuple[str, str], AgentSession] = field(default_factory=dict)  # by key name and session id
+    _open: dict[tuple[str, str], AgentSession] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._open)

@@ -45,23 +45,15 @@ class ToolLoader:
         self.limits: list[RateLimit] = []
         self.clients: list[ToolClient] = []
         self.mcp_clients: list[McpClient] = []
-        self.loaded: dict[str, tuple[ToolConfig, list[AnyTool]]] = {}  # `repr` of an entry -> the entry and its tools
+        self.loaded: dict[str, tuple[ToolConfig, list[AnyTool]]] = {}
 
     def load(self, entry: ToolConfig, where: str, args_where: str | None = None) -> list[AnyTool]:
-        """The tools of one entry.
-
-        Args:
-            entry: the entry.
-            where: its key path, for error messages (`ConfigError`).
-            args_where: key path of its arguments.
-        """
         key = repr(entry)
         if key not in self.loaded:
             self.loaded[key] = entry, self._load(entry, where, args_where or f"{where}.args")
         return self.loaded[key][1]
 
     async def close(self) -> None:
-        """Close clients, end started servers, and release limits."""
         for client in self.clients:
             await client.close()
         await asyncio.to_thread(self.stop)
@@ -81,7 +73,8 @@ class ToolLoader:
             except UnknownPartError as error:
                 raise UnknownPartError(f"{where}: {error}") from error
             made = (as_tool if self.connect else placeholder_tool)(found, entry.args, args_where)
-            return [LimitedTool(made, self._policy(entry, where)) if _has_limits(entry) else made]
+            limits = (entry.limit, entry.concurrency, entry.timeout, entry.retries)
+            return [made if limits == (None,) * 4 else LimitedTool(made, self._policy(entry, where))]
         key = self._variable(entry.api_key_env, f"{where}.api_key_env")
         if not self.connect:
             return []
@@ -97,7 +90,7 @@ class ToolLoader:
         seconds = entry.timeout or DEFAULT_SERVER_TIMEOUT
         call_seconds = 2 * seconds if entry.retries is None else (entry.retries + 1) * (seconds + 8)
         client = ToolClient(
-            entry.server, key, entry.concurrency or 64, seconds, max(120.0, call_seconds), limit, retries=entry.retries
+            entry.server, key, entry.concurrency or 64, seconds, max(120.0, call_seconds), limit, entry.retries
         )
         self.clients.append(client)
         tools = client.tools(entry.tools)
@@ -153,21 +146,10 @@ class ToolLoader:
         return os.environ[name]
 
 
-def _has_limits(entry: ToolConfig) -> bool:
-    return any(value is not None for value in (entry.limit, entry.concurrency, entry.timeout, entry.retries))
-
-
 def merge_tool_args(
     entries: Sequence[ToolConfig], args: Mapping[str, Mapping[str, Any]], where: str, known: Iterable[ToolConfig]
 ) -> list[tuple[ToolConfig, str, str]]:
-    """Entries with their arguments from `agent.tool_args`, and the key paths of each entry and its arguments.
-
-    Args:
-        entries: entries of the run or of a source.
-        args: arguments by the tool's name, or its last part.
-        where: prefix of the key paths: empty for the run, `data.sources.math.` for a source.
-        known: entries that arguments may refer to.
-    """
+    """Entries with their arguments from `agent.tool_args`, and the key paths of each entry and its arguments."""
     if unknown := [name for name in args if name not in tool_names(known)]:
         raise ConfigError(f"{where}agent.tool_args.{unknown[0]}: no such tool here. Write {where}tools=[{unknown[0]}].")
     merged = []
@@ -186,13 +168,11 @@ def merge_tool_args(
 
 
 def tool_names(entries: Iterable[ToolConfig]) -> set[str]:
-    """Full and short names of the named entries."""
     full = [entry.name for entry in entries if entry.name is not None]
     return {*full, *map(short_name, full)}
 
 
 def warn_foreign_variables(entries: Sequence[ToolConfig]) -> None:
-    """Warn about variables of other systems that have no effect here."""
     for name, setting in FOREIGN_VARIABLES.items() if entries else ():
         if os.environ.get(name):
             log.warning("the environment variable %s has no effect. Write in the tool's entry: %s", name, setting)

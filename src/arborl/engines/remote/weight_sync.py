@@ -194,7 +194,7 @@ class WeightFiles:
             _remove_abandoned(root or Path(tempfile.gettempdir()))
             self.home, self.lock = _make_folder(root)
         except OSError as error:
-            raise EngineError(f"engine.weights_dir={root}: cannot be written: {error.strerror}") from error
+            raise EngineError(f"engine.args.weights_dir={root}: cannot be written: {error.strerror}") from error
         self.close = finalize(self, shutil.rmtree, self.home, ignore_errors=True)  # at the latest when Python ends
         self.folder: Path | None = None
         self.written = 0

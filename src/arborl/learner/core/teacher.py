@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,17 +25,16 @@ from arborl.errors import ConfigError
 from arborl.learner.core.packing import Trees
 from arborl.models.model_files import check_supported, read_model_config, resolve, stored_dtype
 from arborl.models.model_loading import load_model
+from arborl.retry import BUSY_STATUS, backoff_waits, retry_sync
 from arborl.types import Floats, Ints, Terms, TokenTree
 
 log = logging.getLogger(__name__)
 
 TOKENIZER_SAMPLE = "Hello, world! 12 + 30 = 42\n\tdef f(x): return x ** 2  # \u00e9\u00df \u4f60\u597d"
 """A text on which both tokenizers are compared."""
-RETRY_STATUS = (408, 409, 429, 500, 502, 503, 504)  # HTTP status codes after which a request is repeated
-
-
 CONCURRENCY, REQUEST_SECONDS = 16, 120.0  # concurrent requests; timeout of one attempt
-SAME_MODEL_GAP = 1e-2  # log-probabilities that differ by less are those of the same model, apart from rounding
+SAME_MODEL_GAP = 1e-2
+"""Log-probabilities that differ by less are those of the same model, apart from rounding."""
 
 
 class RemoteTeacher:
@@ -132,19 +130,15 @@ class RemoteTeacher:
             "model": self.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1,
             "prompt_logprobs": 0,
         }  # fmt: skip
-        for attempt in range(self.retries + 1):
-            last = attempt == self.retries
-            try:
-                reply = self.client.post("/v1/completions", json=body)
-                if reply.status_code not in RETRY_STATUS or last:
-                    if reply.is_error:
-                        raise ValueError(f"status {reply.status_code}: {reply.text[:200]!r}")
-                    return read_logprobs(reply.json(), ids)
-            except httpx.TransportError:
-                if last:
-                    raise
-            time.sleep(self.wait * 2**attempt)
-        raise AssertionError("the last attempt returns or raises")
+        reply = retry_sync(
+            lambda: self.client.post("/v1/completions", json=body),
+            backoff_waits(self.retries, self.wait),
+            lambda reply: reply.status_code in BUSY_STATUS,
+            (httpx.TransportError,),
+        )
+        if reply.is_error:
+            raise ValueError(f"status {reply.status_code}: {reply.text[:200]!r}")
+        return read_logprobs(reply.json(), ids)
 
 
 Teacher: TypeAlias = PreTrainedModel | RemoteTeacher

@@ -59,7 +59,6 @@ def main() -> None:
 
 
 def report_failure(error: OSError) -> None:
-    """Send the reason to the host and exit."""
     interpreter.send(interpreter.GREETING, interpreter.FAILED, f"{error.strerror or error}")
     os._exit(1)
 
@@ -93,16 +92,8 @@ def start_bubblewrap(plan: dict) -> int:
     command += ["--perms", "1777", "--size", str(plan["disk"])]
     command += ["--tmpfs", plan["home"], "--remount-ro", "/dev"]
     command += [] if any(path.startswith("/tmp/") for path in bound) else ["--symlink", plan["home"], "/tmp"]
-    command += [
-        "--remount-ro",
-        "/",
-        "--chdir",
-        plan["home"],
-        plan["python"],
-        "-I",
-        "-S",
-        "/guest_process/interpreter.py",
-    ]
+    command += ["--remount-ro", "/", "--chdir", plan["home"]]
+    command += [plan["python"], "-I", "-S", "/guest_process/interpreter.py"]
     child = os.fork()
     if child == 0:
         detach_from_host(plan)
@@ -185,7 +176,6 @@ def run_interpreter(plan: dict, applied: list[str]) -> None:
 
 
 def environment(plan: dict) -> dict[str, str]:
-    """Environment variables of the guest."""
     return {"PATH": "/usr/bin:/bin", "HOME": plan["home"], "TMPDIR": plan["home"], "LANG": "C.UTF-8"}
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import random
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 from arborl.errors import ArborError, EpisodeError, boundary, paused_deadlines
+from arborl.retry import backoff_waits, retry
 from arborl.sandbox.fair_semaphore import FairSemaphore
 from arborl.tools.core.tool import AnyTool, CallLimiter, Tool
 from arborl.tools.core.tool_context import ToolContext
@@ -18,11 +18,6 @@ from arborl.types import ToolResult
 
 RETRIED_KINDS = ("exception", "timeout", "unavailable")
 """Kinds of failure that a retry can cure; invalid arguments are not among them."""
-
-
-def backoff_seconds(attempt: int, first: float, longest: float) -> float:
-    """Wait before retry `attempt` (from 0): exponential backoff with a jitter of ±50 %."""
-    return min(first * 2 ** min(attempt, 10), longest) * random.uniform(0.5, 1.5)
 
 
 class CallPolicy:
@@ -33,7 +28,7 @@ class CallPolicy:
         concurrency: concurrent attempts; None for no limit.
         timeout: seconds per attempt; None for the tool's timeout.
         retries: attempts after the first.
-        backoff: seconds before the first retry; doubled with each retry up to `max_backoff`.
+        backoff: seconds before the first retry.
     """
 
     def __init__(
@@ -43,27 +38,18 @@ class CallPolicy:
         timeout: float | None = None,
         retries: int = 0,
         backoff: float = 0.1,
-        max_backoff: float = 5.0,
     ):
-        self.limit, self.timeout, self.retries = limit, timeout, retries
-        self.backoff, self.max_backoff = backoff, max_backoff
+        self.limit, self.timeout, self.retries, self.backoff = limit, timeout, retries, backoff
         self.semaphore = FairSemaphore(concurrency) if concurrency is not None else None
 
     async def run(self, tool: AnyTool, arguments: Mapping[str, Any], context: ToolContext | None) -> ToolResult:
+        async def attempt() -> ToolResult:
+            async with self.semaphore or nullcontext():
+                return await self._attempt(tool, arguments, context)
+
         start = time.perf_counter()
-        for attempt in range(self.retries + 1):
-            if attempt:
-                await asyncio.sleep(backoff_seconds(attempt - 1, self.backoff, self.max_backoff))
-            if self.semaphore is None:
-                result = await self._attempt(tool, arguments, context)
-            else:
-                await self.semaphore.acquire()
-                try:
-                    result = await self._attempt(tool, arguments, context)
-                finally:
-                    self.semaphore.release()
-            if result.kind not in RETRIED_KINDS:
-                break
+        waits = backoff_waits(self.retries, self.backoff, 5.0, jitter=0.5)
+        result = await retry(attempt, waits, lambda result: result.kind in RETRIED_KINDS)
         return ToolResult(result.content, result.ok, result.kind, time.perf_counter() - start)
 
     async def _attempt(self, tool: AnyTool, arguments: Mapping[str, Any], context: ToolContext | None) -> ToolResult:
@@ -85,13 +71,7 @@ class CallPolicy:
 
 
 class LimitedTool:
-    """A tool with a call policy.
-
-    Args:
-        tool: the tool.
-        policy: shared by the tools of an entry.
-        name: another name for the model.
-    """
+    """A tool with a call policy, and with another name for the model if `name` is given."""
 
     def __init__(self, tool: AnyTool, policy: CallPolicy, name: str | None = None):
         if isinstance(tool, Tool) and policy.timeout is not None:  # a local tool enforces its timeout itself
@@ -102,9 +82,6 @@ class LimitedTool:
         self.spec = replace(tool.spec, name=self.name)
         self.stateful, self.terminal = tool.stateful, tool.terminal
         self.sandboxed = getattr(tool, "sandboxed", False)
-
-    def __repr__(self) -> str:
-        return f"LimitedTool({self.tool!r})"
 
     async def run(self, arguments: Mapping[str, Any], context: ToolContext | None = None) -> ToolResult:
         return await self.policy.run(self.tool, arguments, context)

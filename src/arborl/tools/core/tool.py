@@ -20,19 +20,15 @@ from arborl.types import ToolResult, ToolSpec
 
 
 class AnyTool(Protocol):
-    """Interface of a tool, local or remote.
-
-    `stateful` calls of one turn run in the order written, all others concurrently. A `terminal` call ends the episode.
-    """
+    """Interface of a tool, local or remote. `stateful` calls of one turn run in the order written, all others
+    concurrently. A `terminal` call ends the episode."""
 
     name: str
     spec: ToolSpec
     stateful: bool
     terminal: bool
 
-    async def run(self, arguments: Mapping[str, Any], context: ToolContext | None = None) -> ToolResult:
-        """Run one call. A failure is a result too."""
-        ...
+    async def run(self, arguments: Mapping[str, Any], context: ToolContext | None = None) -> ToolResult: ...
 
 
 class CallLimiter(Protocol):
@@ -104,14 +100,11 @@ class Tool:
 
     @property
     def is_unbound(self) -> bool:
-        """Whether it is a method without an object."""
         return self._is_method and not (self.stateful and self.owner is not None)
 
     async def run(self, arguments: Mapping[str, Any], context: ToolContext | None = None) -> ToolResult:
-        """Run one call. Invalid arguments, exceptions and timeouts are results too.
-
-        Without a `context`, state lasts for this call.
-        """
+        """Run one call. Invalid arguments, exceptions and timeouts are results too. Without a `context`, state lasts
+        for this call."""
         if context is None:
             async with ToolContext() as temporary:
                 return await self.run(arguments, temporary)
@@ -132,7 +125,6 @@ class Tool:
         return ToolResult(kept, kind == "ok", kind, time.perf_counter() - start)
 
     async def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Await an async function, or run a plain one in a thread."""
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
             return await function(**arguments)
         call = functools.partial(function, **arguments)
@@ -192,9 +184,7 @@ def inspect_function(
         raise TypeError(
             f"tool {name!r}: a type in its signature cannot be resolved ({error}); import it at the top of the module"
         ) from error
-    is_method = (
-        bool(parameters) and parameters[0].name == "self" and parameters[0].annotation is inspect.Parameter.empty
-    )
+    is_method = [(p.name, p.annotation) for p in parameters[:1]] == [("self", inspect.Parameter.empty)]
     parameters = parameters[1:] if is_method else parameters
     markers = {one.name: marker for one in parameters if (marker := injection_marker(one.annotation)) is not None}
     optional = frozenset(p.name for p in parameters if p.default is not p.empty)

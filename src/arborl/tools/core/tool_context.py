@@ -10,7 +10,6 @@ import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Annotated, Any, Protocol, Self, get_args, get_origin
 
 from arborl.errors import EpisodeError
@@ -108,9 +107,7 @@ class ToolContext:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
 
@@ -147,7 +144,6 @@ class ParameterInjector:
 
 
 def injection_marker(annotation: Any) -> Any:
-    """The marker of an annotation: `TaskField`, `EpisodeState`, `ToolContext`, or None."""
     if annotation is ToolContext:
         return ToolContext
     if get_origin(annotation) is Annotated:
@@ -159,15 +155,7 @@ def injection_marker(annotation: Any) -> Any:
     return None
 
 
-# ------------------------------------------------------------------------------------------------ output limits
-
-
 def truncate(text: str, max_chars: int, max_tokens: int, tokenizer: TokenEncoder | None = None) -> str:
-    """The text within both limits; a note states how many characters were cut.
-
-    Example:
-        truncate("x" * 5130, 10, 512)      # 'xxxxxxxxxx… [cut: 5,120 more characters]'
-    """
     kept = _longest_prefix(text[:max_chars], max_tokens, tokenizer)
     return text if len(kept) == len(text) else f"{kept}… [cut: {len(text) - len(kept):,} more characters]"
 
@@ -187,5 +175,4 @@ def _longest_prefix(text: str, max_tokens: int, tokenizer: TokenEncoder | None) 
 
 
 def count_tokens(text: str, tokenizer: TokenEncoder | None) -> int:
-    """Number of tokens; an estimate without a tokenizer."""
     return len(tokenizer.encode(text)) if tokenizer is not None else sum(1 for _ in TOKEN_ESTIMATE.finditer(text))
