@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from arborl.config.training_config import MlflowConfig
-from arborl.track.mlflow_run import MlflowTracker
+from arborl.track.configured_trackers import MlflowTracker
 from arborl.track.tracker import RunStart
 from arborl.types import Episode, Message, Task, Turn
 

@@ -44,7 +44,7 @@ def test_a_tracker_that_raises_is_reported_once_and_the_others_go_on(caplog):
     assert [step for step, _ in good.rows] == [0, 1, 2]
     assert len(broken.rows) == 1
     assert [record.message for record in caplog.records] == [
-        "Broken failed at step 0 and is dropped; the run continues",
+        "Broken failed in log() and is dropped; the run continues",
     ]
 
 

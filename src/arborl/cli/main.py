@@ -15,11 +15,11 @@ import typer
 from typer.core import TyperGroup
 
 from arborl.cli.cluster_commands import cluster
-from arborl.cli.command_arguments import SETTINGS, AsJson, SettingsCommand
 from arborl.cli.data_commands import data
 from arborl.cli.env_commands import env
 from arborl.cli.evaluate_commands import evaluate, rollout
 from arborl.cli.init_command import init
+from arborl.cli.options import SETTINGS, AsJson, SettingsCommand
 from arborl.cli.plan_command import plan
 from arborl.cli.run_commands import compare, convert, doctor, export, report, view
 from arborl.cli.serve_commands import chat, serve

@@ -48,13 +48,7 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True)
 class StepRule:
-    """One cause of a step without learning.
-
-    Args:
-        holds: whether the rule applies to a step.
-        summary: ends the step's line on the console.
-        advice: the likely cause and the settings to change.
-    """
+    """One cause of a step without learning. `summary` ends the step's line on the console; `advice` names settings."""
 
     name: str
     holds: Callable[[StepMetrics], bool]
@@ -160,11 +154,7 @@ def diagnose_step(metrics: Mapping[str, Any]) -> StepRule | None:
 
 
 def step_remark(metrics: Metrics) -> str:
-    """The end of a step's line on the console; mostly empty.
-
-    Example:
-        step_remark(metrics)     # no gradient: every group has zero reward variance (all episodes succeed)
-    """
+    """The end of a step's line on the console; mostly empty."""
     rule = diagnose_step(metrics)
     if rule is None:
         return ""

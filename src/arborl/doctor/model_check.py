@@ -38,11 +38,7 @@ ENV_SECONDS = 10.0
 
 
 def examine_model(config: RunConfig) -> list[Finding]:
-    """The findings about a configuration: model, template, tasks, rewards and learner.
-
-    Example:
-        examine_model(load(None, ["model.name=Qwen/Qwen2.5-0.5B-Instruct", "env.name=sokoban"]))
-    """
+    """The findings about a configuration: model, template, tasks, rewards and learner."""
     findings: list[Finding] = []
     try:
         folder = check_model(resolve(config.model.name))

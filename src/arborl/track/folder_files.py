@@ -153,10 +153,7 @@ def read_lines(path: Path, begin: int = 0) -> Generator[tuple[int, bytes], None,
 
 
 def read_arrays(path: Path, names: Sequence[str], max_bytes: int = MAX_ARRAYS) -> dict[str, NDArray[Any]]:
-    """Arrays of numbers of a `.npz`; at most `max_bytes` are decompressed.
-
-    A missing array, an object array or a wrong header is `Unreadable`.
-    """
+    """Arrays of numbers of a `.npz`; at most `max_bytes` are decompressed. Object arrays are `Unreadable`."""
     try:
         with open_regular(path, max_bytes) as file, zipfile.ZipFile(file) as held:
             found: dict[str, NDArray[Any]] = {}

@@ -11,7 +11,7 @@ from arborl.view.curve import COLOURS, HELD_OUT, STYLE, save_figure
 
 
 def lengths(episode: Episode) -> list[int]:
-    """Tokens of prompt and completion of each call, in order."""
+    """Tokens of prompt and completion of each call."""
     return [len(call.prompt) + len(call.completion.tokens) for call in episode.calls]
 
 
@@ -22,14 +22,7 @@ def edits_itself(episode: Episode) -> bool:
 
 
 def context_length(episodes: Sequence[Episode], out: Path, title: str, window: int | None = None) -> Path:
-    """Plot the context length over the calls of a few episodes.
-
-    Args:
-        episodes: one line each.
-        out: the PNG to write.
-        title: title of the figure.
-        window: the context limit, drawn as a line.
-    """
+    """Plot the context length over the calls of episodes, one line each; `window` is the context limit."""
     if not episodes:
         raise ValueError("no episodes, nothing to plot")
     import matplotlib

@@ -49,11 +49,7 @@ def learning_curve(
 ) -> Path:
     """Plot success and reward of the training episodes and held-out success; for demonstrations, the loss.
 
-    Args:
-        metrics_file: a run's `metrics.jsonl`.
-        out: the PNG to write.
-        title: title of the figure.
-        before, after: held-out success, if the metrics have no evaluations.
+    `before` and `after` are the held-out success of a run whose metrics have no evaluations.
     """
     rows = list(read_metrics(metrics_file))
     success, reward = series_of(rows, "episode/success"), series_of(rows, "reward/mean")
@@ -93,11 +89,7 @@ def learning_curve(
 
 
 def plot_runs(runs: Sequence[Path], out: Path, title: str) -> Path:
-    """Plot the success of several finished runs, with held-out success at the ends.
-
-    Example:
-        compare([Path("runs/a"), Path("runs/b")], Path("both.png"), "two seeds")
-    """
+    """Plot the success of several finished runs, with held-out success at the ends."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
@@ -224,12 +216,7 @@ PANELS = (
 
 
 def plot_health(metrics_file: Path, out: Path) -> Path | None:
-    """Plot zero-variance groups, entropy, valid messages, failures, stop reasons and tool failures by kind.
-
-    Args:
-        metrics_file: a run's `metrics.jsonl`.
-        out: the PNG to write. Nothing is written without a step.
-    """
+    """Plot zero-variance groups, entropy, valid messages, failures, stop reasons and tool failures by kind."""
     rows = [row for row in read_metrics(metrics_file) if "episode/count" in row] if metrics_file.exists() else []
     panels = [panel for panel in (*PANELS, _stops(rows), _tools(rows)) if _has_values(rows, panel)]
     if not panels:
@@ -251,12 +238,10 @@ def plot_health(metrics_file: Path, out: Path) -> Path | None:
 
 
 def _stops(rows: Sequence[dict[str, Any]]) -> Panel:
-    """How episodes end."""
     return Panel("How episodes end", _nonzero_metrics(rows, "stop/"))
 
 
 def _tools(rows: Sequence[dict[str, Any]]) -> Panel:
-    """Failed tool calls per episode by kind."""
     kinds = {kind: name for kind, name in _nonzero_metrics(rows, TOOLS).items() if kind not in COUNTS}
     return Panel("Failed tool calls per episode", kinds, share=False)
 
@@ -297,29 +282,18 @@ SHARE = ("data/", "/share")
 
 
 def sources_of(metrics_file: Path) -> list[str]:
-    """The sources in a run's metrics."""
     rows = read_metrics(metrics_file) if metrics_file.exists() else iter(())
     return next((names for row in rows if (names := _sources_in_row(row))), [])
 
 
 def _sources_in_row(row: dict[str, float]) -> list[str]:
-    """The sources whose share a row has."""
     start, end = SHARE
     names = [key[len(start) : -len(end)] for key in row if key.startswith(start) and key.endswith(end)]
     return names[:MAX_SOURCES]
 
 
 def plot_sources(run: Path, out: Path, title: str) -> Path:
-    """Plot the share of each source in the batches, and the success of its training episodes.
-
-    Example:
-        plot_sources(Path("runs/mixed"), Path("mixed.png"), "three agents in one run")
-
-    Args:
-        run: its folder, with `metrics.jsonl`, and `summary.json` for the held-out success before and after.
-        out: the PNG to write.
-        title: title of the figure.
-    """
+    """Plot the share of each source in the batches, and the success of its training episodes."""
     names = sources_of(run / "metrics.jsonl")
     if not names:
         raise ValueError(f"{run}: no step has the share of a source, nothing to plot")

@@ -49,18 +49,10 @@ class Frame:
 
 
 async def replay(fresh_env: Env, episode: Episode, decode: Decode | None = None) -> list[Frame]:
-    """Replay the recorded messages in a new environment: the start, then one frame per turn.
+    """Replay the recorded messages in a new environment: the start, then one frame per turn. No model is needed.
 
-    No model is needed. An environment without images is shown as its rendered text; without either there are no
-    frames. If it behaves differently than recorded, a warning is logged.
-
-    Args:
-        fresh_env: a new environment; a blocking one runs in a thread.
-        episode: the recorded episode.
-        decode: token ids to text, for episodes recorded without their messages.
-
-    Example:
-        save_gif(await replay(FrozenLake(), episode), Path("frames/episode.gif"))
+    An environment without images is shown as its rendered text; without either there are no frames. If it behaves
+    differently than recorded, a warning is logged. `decode` is needed for episodes recorded without their messages.
     """
     frames: list[Frame] = []
     reward = 0.0
@@ -111,14 +103,7 @@ def _written(text: str) -> Image | None:
 
 
 def save_gif(frames: Sequence[Frame], path: Path, seconds: float = 0.8, last_seconds: float = 2.5) -> Path:
-    """Write the frames as a looping GIF.
-
-    Args:
-        frames: at least one.
-        path: the file; its folder is created.
-        seconds: duration of a frame.
-        last_seconds: duration of the last frame.
-    """
+    """Write the frames as a looping GIF, with the durations of a frame and of the last one."""
     if not frames:
         raise ValueError(f"no frames for {path}: the environment has no images. Implement picture().")
     drawn = [_draw(frame, turn, len(frames) - 1) for turn, frame in enumerate(frames)]

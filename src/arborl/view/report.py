@@ -57,7 +57,6 @@ def write_report(
     """Write the report of a finished or running run.
 
     Args:
-        folder: the run folder, with any of `config.yaml`, `summary.json`, `metrics.jsonl`, `frames/*.gif`, `episodes/`.
         decode: token ids to text, to show the probability of each token; without it, messages only.
         last_steps: number of last steps whose episodes are shown: best, worst and one between.
         out: the file; `report.html` in the folder by default.
@@ -243,13 +242,7 @@ def _finding(match: RuleMatch, steps: int) -> str:
 
 
 def _failures(known: Sequence[dict[str, Any]] | None, episodes: Path, last_steps: int) -> str:
-    """Failures by cause, most frequent first, with one traceback each.
-
-    Args:
-        known: failures of `summary.json`; None for a running run, whose last steps are read.
-        episodes: folder of episode files.
-        last_steps: number of steps to read.
-    """
+    """Failures by cause, most frequent first: those of `summary.json`, or of the last steps of a running run."""
     failures = Failures()
     if known is not None:
         failures.load_state(known)

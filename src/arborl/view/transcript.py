@@ -15,13 +15,7 @@ from arborl.view.web.token_text import Decode, pieces
 
 
 def transcript(episode: Episode, label: str, decode: Decode | None = None, opened: bool = False) -> str:
-    """A foldable block with the whole conversation.
-
-    Args:
-        label: for example `step 59`.
-        decode: token ids to text; with it, sampled tokens are shaded by probability.
-        opened: show the block open.
-    """
+    """A foldable block with the whole conversation; with `decode`, sampled tokens are shaded by probability."""
     calls: dict[int, list[Call]] = {}
     for call in episode.calls if decode or any(call.reply for call in episode.calls) else ():
         calls.setdefault(call.turn, []).append(call)
@@ -43,11 +37,7 @@ def transcript(episode: Episode, label: str, decode: Decode | None = None, opene
 
 
 def reward_text(episode: Episode) -> str:
-    """The reward and its parts.
-
-    Example:
-        reward_text(episode)      # reward 1.3 (env 1, brevity 0.3)
-    """
+    """The reward and its parts: `reward 1.3 (env 1, brevity 0.3)`."""
     if episode.failure is not None:
         return "failed"
     parts = ", ".join(f"{name} {value:.3g}" for name, value in episode.rewards.items())

@@ -31,10 +31,7 @@ MAX_NUMBER = 1e300
 
 
 class RunFolders:
-    """The run folders below a folder by relative path.
-
-    A name from a browser is looked up here and never becomes a path.
-    """
+    """The run folders below a folder. A name from a browser is looked up here and never becomes a path."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -173,11 +170,7 @@ def look_up(config: Mapping[str, Any], path: str) -> Any:
 
 
 def flat(config: Any, before: str = "") -> dict[str, Any]:
-    """Dotted keys.
-
-    >>> flat({"a": {"b": 1, "c": []}, "d": "x"})
-    {'a.b': 1, 'a.c': [], 'd': 'x'}
-    """
+    """Dotted keys: `{'a.b': 1}` of `{'a': {'b': 1}}`."""
     if not isinstance(config, Mapping) or not config:
         return {before: config} if before else {}
     return {

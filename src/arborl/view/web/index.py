@@ -81,19 +81,7 @@ class EpisodeFile:
 
 
 class EpisodeIndex:
-    """The index of one run.
-
-    Args:
-        folder: the run folder; it is only read.
-        cache: folder of the index; the user's cache by default.
-
-    Example:
-        index = EpisodeIndex(folder)
-        index.begin()
-        index.wait(0.5)
-        with index.reading() as rows:
-            rows.execute("SELECT count(*) FROM episodes").fetchone()
-    """
+    """The index of one run, in the folder `cache`, by default the user's. The run folder is only read."""
 
     def __init__(self, folder: Path, cache: Path | None = None):
         self.folder, self.cache = folder, cache
@@ -302,7 +290,6 @@ def user_cache() -> Path:
 
 
 def delete_unused(cache: Path) -> None:
-    """Delete indices that were not opened for long."""
     for entry in entries_of(cache):
         with suppress(OSError):
             if entry.name.endswith(".sqlite3") and time.time() - entry.stat().st_mtime > MAX_AGE_SECONDS:
@@ -356,10 +343,7 @@ def _drop_missing(connection: sqlite3.Connection, files: list[EpisodeFile]) -> N
 
 
 def row_of(line: bytes) -> tuple[dict[str, Any], str] | None:
-    """The columns of an episode and its searchable text; None if the line is no episode.
-
-    Reads the JSON directly: an `Episode` object per line would take ten times as long.
-    """
+    """The columns of an episode and its searchable text; None if the line is no episode."""
     try:
         row = json.loads(line.decode("utf-8", "surrogatepass"))
         return _columns(row), "\n".join(_texts(row))[:MAX_SEARCHED_TEXT].encode("utf-8", "replace").decode()

@@ -64,7 +64,6 @@ def _read(path: Path) -> tuple[Rows, str]:
 
 
 def stamp_of(folder: Path) -> Stamp:
-    """Changes with the file."""
     try:
         found = (folder / "metrics.jsonl").lstat()
     except OSError:
@@ -73,7 +72,6 @@ def stamp_of(folder: Path) -> Stamp:
 
 
 def names_of(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Names of all metrics."""
     return [name for name in dict.fromkeys(name for row in rows for name in row) if name != "step"]
 
 

@@ -18,13 +18,7 @@ HOST = "127.0.0.1"
 
 
 class Viewer(uvicorn.Server):
-    """Serves the runs of a folder.
-
-    Args:
-        root: the folder.
-        port: 0 for any free port.
-        on_start: called with the address once the server accepts requests.
-    """
+    """Serves the runs of a folder; `on_start` gets the address once the server accepts requests."""
 
     def __init__(self, root: Path, port: int, on_start: Callable[[str], object] = lambda at: None):
         super().__init__(uvicorn_config(make_app(root), HOST, port, 1))
