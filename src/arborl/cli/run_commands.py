@@ -43,7 +43,7 @@ def view(
     if not root.is_dir():
         raise ConfigError(f"{root}: no such folder. Write arborl view RUNS_DIR: a folder of runs, or a run.")
     try:
-        from arborl.view.web.viewer import Viewer, free_port
+        from arborl.view.web.app import Viewer, free_port
     except ImportError as error:
         raise ConfigError(f"arborl view needs {error.name}: pip install 'arborl[serve]'") from error
 

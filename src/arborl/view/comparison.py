@@ -15,7 +15,7 @@ from arborl.errors import ConfigError
 from arborl.track.folder_files import is_regular, replace_file
 from arborl.track.jsonl import read_metrics
 from arborl.trainer.evaluation import student
-from arborl.view.curve import COLOURS, STYLE, save_figure, series_of
+from arborl.view.curve import COLOURS, LEGEND, drawing, series_of
 from arborl.view.report import data_uri, page
 from arborl.view.web.folders import differences, flat, read_config, read_summary
 
@@ -54,18 +54,13 @@ class SettingRuns:
 def write_comparison(folders: Sequence[Path], out: Path) -> Path:
     """Write the comparison page of two or more run folders."""
     settings = settings_of(folders)
+    curves = ""
     with TemporaryDirectory() as drawn:
-        picture = _picture(settings, Path(drawn) / "curves.png")
-        curves = f'<h2>Curves</h2><p class="hint">{_hint(settings)}</p>'
-        curves += f'<img alt="curves of all settings" src="{data_uri(picture, "image/png")}">' if picture else ""
+        if picture := _picture(settings, Path(drawn) / "curves.png"):
+            curves = f'<h2>Curves</h2><p class="hint">{_hint(settings)}</p>'
+            curves += f'<img alt="curves of all settings" src="{data_uri(picture, "image/png")}">'
     title = f"{len(folders)} runs, {len(settings)} setting{'s' if len(settings) > 1 else ''}"
-    sections = [
-        f"<h1>{title}</h1>",
-        _outcome(settings),
-        curves if picture else "",
-        _runs(settings),
-        _differences(folders),
-    ]
+    sections = [f"<h1>{title}</h1>", _outcome(settings), curves, _runs(settings), _differences(folders)]
     return replace_file(out, page(title, "".join(sections)).encode("utf-8", "replace"))
 
 
@@ -91,11 +86,8 @@ def settings_of(folders: Sequence[Path]) -> list[SettingRuns]:
 def _outcome(settings: Sequence[SettingRuns]) -> str:
     """Held-out metrics before and after training, by setting."""
     summaries = [[read_summary(run) for run in setting.runs] for setting in settings]
-    known = [
-        name
-        for name in MEASURES
-        if any(_measured(one, "after", name) is not None for some in summaries for one in some)
-    ]
+    flat_summaries = [one for some in summaries for one in some]
+    known = [name for name in MEASURES if any(_measured(one, "after", name) is not None for one in flat_summaries)]
     if not known:
         return ""
     head = "".join(f"<th>{escape(name.replace('_', ' '))} before</th><th>after</th>" for name in known)
@@ -128,12 +120,9 @@ def _measured(summary: Mapping[str, Any], when: str, name: str) -> float | None:
 
 
 def _hint(settings: Sequence[SettingRuns]) -> str:
-    several = any(len(setting.runs) > 1 for setting in settings)
-    return (
-        "Lines are means over seeds, bands their 95 % intervals (Student's t), at steps that all seeds have."
-        if several
-        else "One seed per setting: differences may be chance."
-    )
+    if all(len(setting.runs) == 1 for setting in settings):
+        return "One seed per setting: differences may be chance."
+    return "Lines are means over seeds, bands their 95 % intervals (Student's t), at steps that all seeds have."
 
 
 def _picture(settings: Sequence[SettingRuns], out: Path) -> Path | None:
@@ -142,14 +131,11 @@ def _picture(settings: Sequence[SettingRuns], out: Path) -> Path | None:
     names = [name for name, result in bands.items() if any(result)]
     if not names:
         return None
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):
-        high = -(-len(names) // 2)
-        figure = Figure(figsize=(11, 3.6 * high), dpi=110, layout="constrained")
-        for at, name in enumerate(names):
-            axes = figure.add_subplot(high, 2, at + 1)
+    high = -(-len(names) // 2)
+    with drawing(out, (11, 3.6 * high), high, 2) as all_axes:
+        for axes in all_axes[len(names) :]:
+            axes.set_axis_off()
+        for axes, name in zip(all_axes, names, strict=False):
             axes.set_title(SHOWN[name], fontsize=11)
             axes.set_xlabel("step")
             for number, (setting, band) in enumerate(zip(settings, bands[name], strict=True)):
@@ -158,9 +144,9 @@ def _picture(settings: Sequence[SettingRuns], out: Path) -> Path | None:
                     colour, mark = COLOURS[number % len(COLOURS)], "o" if name.startswith("evaluation/") else None
                     axes.plot(steps, means, color=colour, linewidth=2, marker=mark, label=_short(setting.label))
                     axes.fill_between(steps, low, high_, color=colour, alpha=0.16, linewidth=0)
-            if at == 0 and len(settings) > 1:
-                axes.legend(loc="best", fontsize=9, frameon=True, framealpha=0.9, edgecolor="none")
-        return save_figure(figure, out)
+        if len(settings) > 1:
+            all_axes[0].legend(loc="best", fontsize=9, **LEGEND)
+    return out
 
 
 def _runs(settings: Sequence[SettingRuns]) -> str:

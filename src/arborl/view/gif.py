@@ -59,7 +59,9 @@ async def replay(fresh_env: Env, episode: Episode, decode: Decode | None = None)
     env, _ = await Workers().place(lambda: fresh_env, None, seconds=60)
 
     def take(caption: str, last: bool = False) -> None:
-        picture = env.picture() or _written(env.render())
+        from arborl.envs.games.drawing import draw_text_page
+
+        picture = env.picture() or (draw_text_page(text) if (text := env.render()) else None)
         if picture is not None:
             note = reward_text(episode) if last and episode.rewards else f"environment so far {reward:.2f}"
             frames.append(Frame(picture, caption, note))
@@ -76,10 +78,8 @@ async def replay(fresh_env: Env, episode: Episode, decode: Decode | None = None)
     finally:
         await env.close()
     if not same:
-        log.warning(
-            "the replay of episode %s differs from the record; was the environment created with the same arguments?",
-            episode.id,
-        )
+        why = "was the environment created with the same arguments?"
+        log.warning("the replay of episode %s differs from the record; %s", episode.id, why)
     return frames
 
 
@@ -94,12 +94,6 @@ def turn_text(episode: Episode, number: int, decode: Decode | None) -> str:
     if decode is None:
         return message.content
     return "\n".join(END.sub("", decode(call.completion.tokens)).strip() for call in calls)
-
-
-def _written(text: str) -> Image | None:
-    from arborl.envs.games.drawing import draw_text_page
-
-    return draw_text_page(text) if text else None
 
 
 def save_gif(frames: Sequence[Frame], path: Path, seconds: float = 0.8, last_seconds: float = 2.5) -> Path:
