@@ -15,6 +15,6 @@ def new_table(*columns: str, left: Collection[str] = (), fold: Collection[str] =
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     for name in columns:
         is_left = name in left or name in fold
-        overflow = "fold" if name in fold else "ellipsis"
+        overflow: Any = "fold" if name in fold else "ellipsis"
         table.add_column(name, justify="left" if is_left else "right", overflow=overflow, **column)
     return table
