@@ -68,7 +68,7 @@ os.environ.setdefault("MIMALLOC_PURGE_DELAY", "60000")
 # own threads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-_MODULES = {
+_PACKAGES = {
     "Agent": "agents", "Env": "envs", "Episode": "types", "HPOConfig": "conversational.hpo",
     "HPOSummary": "conversational.hpo", "Message": "types", "Observation": "envs", "Run": "training_run",
     "RunConfig": "config", "Step": "envs", "Task": "types", "get_search_space": "conversational.hpo",
@@ -88,6 +88,7 @@ __all__ = [
     "__version__", "get_config_for_task", "get_search_space", "quick_hpo", "reward", "reward_function", "run",
     "tool", "train", "train_with_gspo",
 ]  # fmt: skip
+_MODULES = {name: f"arborl.{_PACKAGES.get(name, 'conversational')}" for name in __all__ if name != "__version__"}
 
 
 def __getattr__(name: str) -> Any:
@@ -98,8 +99,8 @@ def __getattr__(name: str) -> Any:
             value: Any = version("arborl")
         except PackageNotFoundError:  # run from sources without installation
             value = "0"
-    elif name in __all__:
-        value = getattr(importlib.import_module(f"arborl.{_MODULES.get(name, 'conversational')}"), name)
+    elif name in _MODULES:
+        value = getattr(importlib.import_module(_MODULES[name]), name)
     else:
         raise AttributeError(f"module 'arborl' has no attribute {name!r}")
     globals()[name] = value

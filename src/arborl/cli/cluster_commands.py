@@ -189,8 +189,8 @@ def print_state(state: ClusterState) -> None:
         )
     console.print(hosts)
     if state.jobs:
-        columns = ("job", "status", "exit", "started", "command")
-        jobs = new_table(*columns, left=columns, no_wrap=True)
+        names = ("job", "status", "exit", "started", "command")
+        jobs = new_table(*names, left=names, no_wrap=True)
         for job in state.jobs:
             code = "" if job["exit_code"] is None else str(job["exit_code"])
             command = textwrap.shorten(job["command"] or "", max(20, console.width - 70), placeholder=" …")

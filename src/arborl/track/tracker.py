@@ -139,8 +139,10 @@ def episode_rows(episodes: Sequence[Episode], step: int, kind: str) -> list[list
     for episode in episodes:
         is_valid = episode.failure is None
         reward, failure = (episode.reward, "") if is_valid else (None, str(episode.failure))
-        row = [step, kind, episode.id, episode.task.source, reward, episode.metrics.get("success"), episode.stop.value]
-        rows.append([*row, len(episode.turns), episode.sampled, failure, transcript_text(episode)])
+        success, stop = episode.metrics.get("success"), episode.stop.value
+        numbers = (len(episode.turns), episode.sampled)
+        rows.append([step, kind, episode.id, episode.task.source, reward, success, stop, *numbers, failure,
+                     transcript_text(episode)])  # fmt: skip
     return rows
 
 

@@ -290,10 +290,11 @@ def plot_sources(run: Path, out: Path, title: str) -> Path:
             _plot_success(right, series_of(rows, f"data/{name}/success"), colour, name, held_out, steps[-1])
         left.set_title("Share of each batch", fontsize=11)
         right.set_title("Success of training episodes", fontsize=11)
-        for axes, place in ((left, "upper right"), (right, "lower right")):
+        for axes in (left, right):
             axes.set_xlabel("step")
             _show_shares(axes)
-            axes.legend(loc=place, **LEGEND)
+        left.legend(loc="upper right", **LEGEND)
+        right.legend(loc="lower right", **LEGEND)
         left.set(ylim=(0, 1), xlim=(steps[0] - 0.5, steps[-1] + 0.5))
     return out
 
