@@ -16,7 +16,7 @@ from arborl.track.folder_files import is_regular, replace_file
 from arborl.track.jsonl import read_metrics
 from arborl.trainer.evaluation import student
 from arborl.view.curve import COLOURS, LEGEND, drawing, series_of
-from arborl.view.report import data_uri, page
+from arborl.view.report import data_uri, html_table, page
 from arborl.view.web.folders import differences, flat, read_config, read_summary
 
 SHOWN = {
@@ -90,14 +90,15 @@ def _outcome(settings: Sequence[SettingRuns]) -> str:
     known = [name for name in MEASURES if any(_measured(one, "after", name) is not None for one in flat_summaries)]
     if not known:
         return ""
-    head = "".join(f"<th>{escape(name.replace('_', ' '))} before</th><th>after</th>" for name in known)
-    body = ""
+    head = ["setting", "seeds"]
+    for name in known:
+        head += [f"{name.replace('_', ' ')} before", "after"]
+    rows = []
     for number, (setting, some) in enumerate(zip(settings, summaries, strict=True)):
-        cells = "".join(f"<td>{_cell(some, when, name)}</td>" for name in known for when in ("before", "after"))
+        cells = [_cell(some, when, name) for name in known for when in ("before", "after")]
         key = f'<span class="key" style="background:{COLOURS[number % len(COLOURS)]}"></span>'
-        body += f"<tr class=after><td>{key} {escape(setting.label)}</td><td>{len(setting.runs)}</td>{cells}</tr>"
-    table = f"<table><tr><th>setting</th><th>seeds</th>{head}</tr>{body}</table>"
-    return f'<h2>Held-out tasks</h2><div class="wide">{table}</div>'
+        rows.append([f"{key} {escape(setting.label)}", str(len(setting.runs)), *cells])
+    return f"<h2>Held-out tasks</h2>{html_table(head, rows, 'after')}"
 
 
 def _cell(summaries: Sequence[Mapping[str, Any]], when: str, name: str) -> str:
@@ -150,7 +151,7 @@ def _picture(settings: Sequence[SettingRuns], out: Path) -> Path | None:
 
 
 def _runs(settings: Sequence[SettingRuns]) -> str:
-    rows = ""
+    rows = []
     for setting in settings:
         for run, metrics in zip(setting.runs, setting.rows, strict=True):
             summary, config = read_summary(run), read_config(run)
@@ -158,21 +159,16 @@ def _runs(settings: Sequence[SettingRuns]) -> str:
                 str(run), setting.label, str(config.get("seed", "–")), str(metrics[-1]["step"] if metrics else 0),
                 _cell([summary], "before", "success"), _cell([summary], "after", "success"),
             )  # fmt: skip
-            rows += f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
-    head = "".join(f"<th>{name}</th>" for name in ("run", "setting", "seed", "steps", "success before", "after"))
-    return f'<h2>Runs</h2><div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
+            rows.append([escape(cell) for cell in cells])
+    return f"<h2>Runs</h2>{html_table(('run', 'setting', 'seed', 'steps', 'success before', 'after'), rows)}"
 
 
 def _differences(folders: Sequence[Path]) -> str:
     differ = differences([read_config(folder) for folder in folders])[0]
     if not differ:
         return ""
-    head = "".join(f"<th>{escape(folder.name)}</th>" for folder in folders)
-    rows = "".join(
-        f"<tr><td>{escape(key)}</td>{''.join(f'<td>{escape(_plain(value))}</td>' for value in values)}</tr>"
-        for key, values in differ.items()
-    )
-    return f'<h2>Settings that differ</h2><div class="wide"><table><tr><th>setting</th>{head}</tr>{rows}</table></div>'
+    rows = [[escape(key), *(escape(_plain(value)) for value in values)] for key, values in differ.items()]
+    return f"<h2>Settings that differ</h2>{html_table(['setting', *(folder.name for folder in folders)], rows)}"
 
 
 def _plain(value: Any) -> str:

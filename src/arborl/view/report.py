@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from math import exp
@@ -105,6 +105,14 @@ def page(name: str, body: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(name)}</title><style>{style}</style></head>\n<body>{body}</body></html>\n"
     )
+
+
+def html_table(head: Sequence[str], rows: Iterable[Iterable[str]], row_class: str = "") -> str:
+    """A table of cells that are HTML already; it scrolls if it is wide."""
+    style = f' class="{row_class}"' if row_class else ""
+    body = "".join(f"<tr{style}>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    top = "".join(f"<th>{escape(name)}</th>" for name in head)
+    return f'<div class="wide"><table><tr>{top}</tr>{body}</table></div>'
 
 
 def _header(name: str, config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
@@ -282,24 +290,20 @@ def _gradient_tokens(folder: Path, decode: Decode | None) -> str:
     if not found["tokens"]:
         return ""
     columns = ("gradient", "token", "direction", "probability", "advantage", "ratio", "episode")
-    head = "".join(f"<th>{name}</th>" for name in columns)
-    rows = "".join(_token_row(token) for token in found["tokens"])
+    table = html_table(columns, map(_token_row, found["tokens"]))
     half = f"Half of the gradient comes from {found['half']:,} of {found['of']:,} tokens. " if found["half"] else ""
     hint = "Gradient: the size of the loss's gradient at the outputs that predict a token, |d loss / d log p| (1 - p)."
-    return (
-        f"<h2>Tokens with the largest gradient</h2><p class=hint>Step {_step_of(steps[-1])}. {half}{hint}</p>"
-        f'<div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
-    )
+    step = _step_of(steps[-1])
+    return f"<h2>Tokens with the largest gradient</h2><p class=hint>Step {step}. {half}{hint}</p>{table}"
 
 
-def _token_row(token: Mapping[str, Any]) -> str:
+def _token_row(token: Mapping[str, Any]) -> tuple[str, ...]:
     direction = "likelier" if token["pull"] < 0 else "less likely"
-    cells = (
+    return (
         f"{token['share']:.1%}", f"<code>{escape(token['text'])}</code>", direction,
         f"{exp(min(token['now'], 0.0)):.0%}",
         f"{token['advantage']:.3g}", f"{token['ratio']:.3f}", escape(token["id"]),
     )  # fmt: skip
-    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
 def _step_of(path: Path) -> int:
