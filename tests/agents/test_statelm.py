@@ -31,7 +31,7 @@ from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.rollout.token_trees import build_token_trees
 from arborl.tools.library.document_index import DocumentIndex
 from arborl.types import Group, Message, Sampling, StopReason, Task
-from arborl.view.context_length import lengths as context_lengths
+from arborl.view.curve import lengths as context_lengths
 
 TEMPLATES = Path(__file__).parent.parent / "fixtures" / "templates"
 SMALL = {"toolset": ["searchEngine", "readChunk", "note", "deleteContext", "checkBudget", "finish"], "form": "brief"}

@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from arborl.track.mlflow_run import MlflowTracker
+from arborl.track.configured_trackers import MlflowTracker
 from arborl.track.tracker import RunStart
 from arborl.types import Episode, Message, Task, Turn
 

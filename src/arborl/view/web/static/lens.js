@@ -58,7 +58,7 @@ export function lens(calls, { colour = "logprob", on = () => {}, from = null, na
     return made;
   }
 
-  function block(call, { read, sampled: said }) {
+  function block(call, { read, sampled: tokens }) {
     if (from && from.call !== null && call.number < from.call) return null;
     const [origin, repeated] = call.repeats;
     const parts = from && from.call === call.number ? from : null;
@@ -68,7 +68,7 @@ export function lens(calls, { colour = "logprob", on = () => {}, from = null, na
       origin >= 0 ? h("span.repeated", { title: "tokens that an earlier call had too" }, `${number(repeated)} tokens …`) : null,
       some.length < read.length ? h("span.repeated", {}, `${number(read.length - some.length)} more tokens …`) : null,
       some.map((token) => mark(span(token), parts?.part === "read" && parts.token === repeated + token.at)),
-      said.map((token) => mark(span(token), parts?.part === "sampled" && parts.token === token.at)),
+      tokens.map((token) => mark(span(token), parts?.part === "sampled" && parts.token === token.at)),
       call.finish === "length" ? h("span.cut", {}, "cut off") : null);
     return h("section.call", { "data-call": call.number },
       h("h3", {}, `call ${call.number + 1}`, h("span.faint", {}, ` ${name} turn ${call.turn + 1} · branch ${call.branch + 1} · ${begins} · prompt ${number(call.prompt)}, sampled ${number(call.sampled.ids.length)}${call.trained ? "" : " · not trained"}`)),

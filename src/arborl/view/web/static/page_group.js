@@ -43,14 +43,14 @@ export async function group(at) {
       h("span", {}, "tokens of the tree ", h("b", {}, number(found.tokens))), h("span", {}, "of all calls ", h("b", {}, number(found.raw))),
       h("span", {}, "shared ", h("b", {}, found.raw ? `${Math.round(100 * (1 - found.tokens / found.raw))} %` : "–"))),
     h("h2", {}, "Tree"), h("p.faint", {}, "Left to right: tokens. Grey was read; green was sampled by episodes that earned more than the group's mean, red less, blue as much."),
-    h("div.scroll.tree", { tabindex: 0, role: "region", "aria-label": "tree of tokens" }, picture(found, (stretch) => told(text, stretch, found, place))), text,
+    h("div.scroll.tree", { tabindex: 0, role: "region", "aria-label": "tree of tokens" }, picture(found, (stretch) => describe(text, stretch, found, place))), text,
     h("div.two", {}, h("section", {}, h("h2", {}, "Episodes"), compare,
       h("table.wide", {}, h("thead", {}, h("tr", {}, ["beside", "episode", "reward", "stop", "calls", "tokens", "context"].map((head) => h(["reward", "calls", "tokens", "context"].includes(head) ? "th.figure" : "th", { scope: "col" }, head)))), list)),
       h("section", {}, h("h2", {}, "Context"), longest.element)));
   return { element, title: `Group ${found.group[0].task}`, keys: { ...rowKeys(() => [...list.children]), b: () => { const [one, other] = [...chosen]; if (chosen.size === 2) go("beside", { ...place, line: one, other }); } } };
 }
 
-function told(text, stretch, found, place) {
+function describe(text, stretch, found, place) {
   const who = [...new Set(stretch.sampled.flatMap(([, , episodes]) => episodes))];
   put(text, h("p", {}, `${number(stretch.length)} tokens from ${number(stretch.depth)} on`, who.length ? [" · sampled by ", who.map((one) => [h("a", { href: link("episode", { ...place, line: found.group[one].line }) }, `#${one + 1}`), " "])] : " · read only"),
     h("pre", {}, visible(stretch.text)));
