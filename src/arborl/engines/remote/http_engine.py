@@ -108,7 +108,7 @@ class HttpEngine(SyncedEngine):
         training: bool = True,
         chats: bool = False,
     ):
-        super().__init__(model, max_context, renderer and renderer.tokenizer.decode, dtype, sampling)
+        super().__init__(model, max_context, renderer.tokenizer.decode if renderer else None, dtype, sampling)
         self.max_requests, self.named, self.seconds = max_requests, named, seconds
         self.renderer, self.training = renderer, training
         self.follows_weights, self.chats = training, chats
