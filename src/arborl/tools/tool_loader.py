@@ -97,7 +97,7 @@ class ToolLoader:
         seconds = entry.timeout or DEFAULT_SERVER_TIMEOUT
         call_seconds = 2 * seconds if entry.retries is None else (entry.retries + 1) * (seconds + 8)
         client = ToolClient(
-            entry.server, key, entry.concurrency or 64, seconds, max(120.0, call_seconds), limit, entry.retries
+            entry.server, key, entry.concurrency or 64, seconds, max(120.0, call_seconds), limit, retries=entry.retries
         )
         self.clients.append(client)
         tools = client.tools(entry.tools)
