@@ -125,9 +125,7 @@ def test_results_are_no_sampled_tokens_and_sampling_stops_at_the_end_tag(seedlin
 
 def test_code_runs_in_the_sandbox_by_default():
     pytest.importorskip("arborl.tools.library.python")
-    model, heard = play(
-        CodeAgent(), "<code>print(6 * 7)</code>", "<code>open('/nowhere')</code>", "<answer>42</answer>"
-    )
+    model, heard = play(CodeAgent(), "<code>print(6 * 7)</code>", "<code>open('/none')</code>", "<answer>42</answer>")
     assert "42" in model.prompts[1][-1].content
     assert "FileNotFoundError" in model.prompts[2][-1].content
     assert heard == "<answer>42</answer>"

@@ -126,6 +126,5 @@ def test_arguments_decide_on_descriptors_memory_and_sockets(answer, alone):
     assert answer(alone, "socketpair", 1, 0x80801) == ALLOW  # a stream that does not block and is closed on exec
     assert {answer(alone, "socketpair", *of) for of in ((1, 2), (1, 5), (1, 3), (2, 1), (30, 1))} == {PERMISSION}
     assert answer(alone, "sendto", 5, 1, 1, 0, 0) == ALLOW
-    assert (
-        answer(alone, "sendto", 5, 1, 1, 0, 0x7FFF00001000) == answer(alone, "sendto", 5, 1, 1, 0, 2**40) == PERMISSION
-    )
+    for address in (0x7FFF00001000, 2**40):
+        assert answer(alone, "sendto", 5, 1, 1, 0, address) == PERMISSION

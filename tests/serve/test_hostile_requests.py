@@ -236,9 +236,7 @@ def test_hostile_requests_of_every_kind_at_once_do_not_affect_an_ordinary_one(lo
         async with client_of(loaded) as client:
             head = {"content-type": "application/json"}
             kinds = [*TOO_COMPLEX.values(), *TOO_LONG.values(), *INVALID.values()]
-            tasks = [
-                asyncio.create_task(client.post(f"/v1/{path}", content=body, headers=head)) for path, body in kinds
-            ]
+            tasks = [asyncio.create_task(client.post(f"/v1/{to}", content=data, headers=head)) for to, data in kinds]
             await asyncio.sleep(0.05)
             for task in tasks[::8]:  # some clients leave in the middle
                 task.cancel()

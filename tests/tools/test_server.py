@@ -202,9 +202,7 @@ def test_a_key_may_have_any_letters():
     key = "schlüssel-ключ-鍵"
 
     async def play(http, desk):
-        answers = [
-            await http.get("/tools", headers=headers) for headers in (bearer_header(key), bearer_header("schlüssel"))
-        ]
+        answers = [await http.get("/tools", headers=one) for one in (bearer_header(key), bearer_header("schlüssel"))]
         answers.append(await http.get("/tools", headers={"X-API-Key": key.encode()}))
         return [answer.status_code for answer in answers]
 

@@ -20,8 +20,7 @@ from arborl.config.run_config import RunConfig
 from arborl.config.tool_config import ToolConfig
 from arborl.errors import ConfigError
 from arborl.tools import TOOLS, RateLimit, Toolbox, tool
-from arborl.tools.core.call_policy import CallPolicy, LimitedTool
-from arborl.tools.tool_loader import ToolLoader
+from arborl.tools.tool_loader import CallPolicy, LimitedTool, ToolLoader
 from arborl.types import ToolCall, ToolResult, ToolSpec
 
 WHOLE = """[calculator, {server: 'http://h:1', tools: [a], limit: {per_minute: 60, burst: 5}, concurrency: 8,
@@ -246,7 +245,7 @@ def arrivals() -> Iterator[tuple[str, list[float]]]:
 CALLER = """
 import asyncio, json, sys
 from arborl.config.tool_config import ToolConfig
-from arborl.tools.tool_loader import ToolLoader
+from arborl.tools.tool_loader import CallPolicy, LimitedTool, ToolLoader
 
 async def main():
     opened = ToolLoader({}.__getitem__)

@@ -97,7 +97,7 @@ def _call(value: Any, where: str) -> ToolCall:
         return value
     function = value.get("function") if isinstance(value, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ValueError(f'{where}: no call. Write {{"id": "…", "function": {{"name": "…", "arguments": "{{…}}"}}}}.')
+        raise ValueError(f'{where}: not a call. Write {{"id": "…", "function": {{"name": "…", "arguments": "{{…}}"}}}}')
     arguments = function.get("arguments") or {}
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)

@@ -1,22 +1,29 @@
-"""The tools that a configuration names: created or connected, with their limits, and closed with the run."""
+"""The tools that a configuration names: created or connected, with rate limits and retries, and closed with the run."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from arborl.config.tool_config import ToolConfig
-from arborl.errors import ConfigError, UnknownPartError
+from arborl.errors import ArborError, ConfigError, EpisodeError, UnknownPartError, boundary, paused_deadlines
 from arborl.registry import short_name
-from arborl.tools.core.call_policy import CallPolicy, LimitedTool
+from arborl.retry import backoff_waits, retry
+from arborl.sandbox.fair_semaphore import FairSemaphore
 from arborl.tools.core.rate_limit import RateLimit
-from arborl.tools.core.tool import AnyTool
+from arborl.tools.core.tool import AnyTool, CallLimiter, Tool
+from arborl.tools.core.tool_context import ToolContext
 from arborl.tools.core.toolbox import as_tool, placeholder_tool
 from arborl.tools.remote.tool_client import ToolClient
+from arborl.types import ToolResult
 
 if TYPE_CHECKING:
     from arborl.tools.remote.mcp import McpClient
@@ -90,7 +97,7 @@ class ToolLoader:
         seconds = entry.timeout or DEFAULT_SERVER_TIMEOUT
         call_seconds = 2 * seconds if entry.retries is None else (entry.retries + 1) * (seconds + 8)
         client = ToolClient(
-            entry.server, key, entry.concurrency or 64, seconds, max(120.0, call_seconds), limit, entry.retries
+            entry.server, key, entry.concurrency or 64, seconds, max(120.0, call_seconds), limit, retries=entry.retries
         )
         self.clients.append(client)
         tools = client.tools(entry.tools)
@@ -144,6 +151,77 @@ class ToolLoader:
         if not os.environ.get(name):
             raise ConfigError(f"{where}: the environment has no {name}. Write: export {name}=…")
         return os.environ[name]
+
+
+RETRIED_KINDS = ("exception", "timeout", "unavailable")
+"""Kinds of failure that a retry can cure; invalid arguments are not among them."""
+
+
+class CallPolicy:
+    """Limits that the tools of one entry share. Waiting for a limit does not count towards deadlines.
+
+    Args:
+        limit: every attempt waits for it.
+        concurrency: concurrent attempts; None for no limit.
+        timeout: seconds per attempt; None for the tool's timeout.
+        retries: attempts after the first.
+        backoff: seconds before the first retry.
+    """
+
+    def __init__(
+        self,
+        limit: CallLimiter | None = None,
+        concurrency: int | None = None,
+        timeout: float | None = None,
+        retries: int = 0,
+        backoff: float = 0.1,
+    ):
+        self.limit, self.timeout, self.retries, self.backoff = limit, timeout, retries, backoff
+        self.semaphore = FairSemaphore(concurrency) if concurrency is not None else None
+
+    async def run(self, tool: AnyTool, arguments: Mapping[str, Any], context: ToolContext | None) -> ToolResult:
+        async def attempt() -> ToolResult:
+            async with self.semaphore or nullcontext():
+                return await self._attempt(tool, arguments, context)
+
+        start = time.perf_counter()
+        waits = backoff_waits(self.retries, self.backoff, 5.0, jitter=0.5)
+        result = await retry(attempt, waits, lambda result: result.kind in RETRIED_KINDS)
+        return ToolResult(result.content, result.ok, result.kind, time.perf_counter() - start)
+
+    async def _attempt(self, tool: AnyTool, arguments: Mapping[str, Any], context: ToolContext | None) -> ToolResult:
+        if self.limit is not None:
+            try:
+                with paused_deadlines():
+                    await self.limit.acquire()
+            except ArborError as error:  # the limit's server does not answer, or the limit has other numbers
+                return ToolResult(f"{tool.name}: {error}", False, "unavailable")
+        if self.timeout is None or isinstance(tool, Tool):
+            return await tool.run(arguments, context)
+        try:
+            async with boundary(f"tool {tool.name!r}", self.timeout):
+                return await tool.run(arguments, context)
+        except EpisodeError as error:
+            if not isinstance(error.cause, TimeoutError):
+                raise
+            return ToolResult(f"{tool.name}: TimeoutError: {error.cause}", False, "timeout")
+
+
+class LimitedTool:
+    """A tool with a call policy, and with another name for the model if `name` is given."""
+
+    def __init__(self, tool: AnyTool, policy: CallPolicy, name: str | None = None):
+        if isinstance(tool, Tool) and policy.timeout is not None:  # a local tool enforces its timeout itself
+            tool = copy.copy(tool)
+            tool.timeout = policy.timeout
+        self.tool, self.policy = tool, policy
+        self.name = name or tool.name
+        self.spec = replace(tool.spec, name=self.name)
+        self.stateful, self.terminal = tool.stateful, tool.terminal
+        self.sandboxed = getattr(tool, "sandboxed", False)
+
+    async def run(self, arguments: Mapping[str, Any], context: ToolContext | None = None) -> ToolResult:
+        return await self.policy.run(self.tool, arguments, context)
 
 
 def merge_tool_args(

@@ -66,8 +66,8 @@ class ToolClient:
         attempt_seconds: float = 60.0,
         call_seconds: float = 120.0,
         limit: CallLimiter | None = None,
-        retries: int | None = None,
         backoff: float = 0.1,
+        retries: int | None = None,
     ):
         url = url or os.environ.get("ARBORL_TOOL_SERVER")
         if not url:
