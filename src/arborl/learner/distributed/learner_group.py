@@ -219,7 +219,7 @@ class LearnerGroup(BaseLearner):
             dist.scatter_object_list([None], [b"", *map(cloudpickle.dumps, objects[1:])], src=0)
 
     def _guard(self, work: Callable[[], T]) -> T:
-        """Run `work`; if it fails because a rank is lost, raise `LearnerLost` with the reason."""
+        """Run `work`; if it fails because a rank is lost, raise `LearnerRankLost` with the reason."""
         self._check_lost()
         self.caller = threading.get_ident()
         try:
