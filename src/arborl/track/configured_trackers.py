@@ -1,20 +1,16 @@
-"""The trackers that a configuration names: Weights & Biases, MLflow, and the user's own classes.
+"""The trackers that a configuration names, and the tracker for MLflow.
 
-Errors of the configuration are raised before anything is written. Run ids of hosted trackers are stored in the run
-folder, so that a resumed run continues the same run there.
+Errors of the configuration are raised before anything is written.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-import math
 import netrc
 import os
 import re
-import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -23,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from arborl.config.part_config import PartConfig
-from arborl.config.training_config import MlflowConfig, TrackConfig, WandbConfig
+from arborl.config.training_config import MlflowConfig, TrackConfig
 from arborl.errors import ConfigError, did_you_mean
 from arborl.registry import Registry, short_name, unique_name
-from arborl.track.jsonl import read_metrics
 from arborl.track.tracker import EPISODE_COLUMNS, RunStart, Tracker, episode_rows
+from arborl.track.wandb_run import WandbTracker, finite_metrics, load_run_ids, store_run_id, wandb_mode
 from arborl.types import Episode, Metrics
 
 TRACKERS = Registry("tracker", {})
@@ -39,7 +35,7 @@ def make_trackers(config: TrackConfig, objects: Mapping[str, Any]) -> Makers:
     makers: Makers = {}
     if config.wandb.project is not None:
         _require("wandb")
-        if _wandb_mode(config.wandb) == "online":
+        if wandb_mode(config.wandb) == "online":
             _require_login()
         makers["wandb"] = partial(WandbTracker, config.wandb)
     if config.mlflow.uri is not None:
@@ -92,93 +88,6 @@ def _require_login() -> None:
     )
 
 
-def _load_run_ids(folder: Path) -> dict[str, str]:
-    with suppress(OSError, ValueError):
-        run_ids = json.loads((folder / "trackers.json").read_text(encoding="utf-8"))
-        return run_ids if isinstance(run_ids, dict) else {}
-    return {}
-
-
-def _store_run_id(folder: Path, tracker: str, run_id: str) -> None:
-    temporary = folder / f".trackers.json.{tracker}.tmp"
-    temporary.write_text(json.dumps({**_load_run_ids(folder), tracker: run_id}, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(folder / "trackers.json")
-
-
-def _finite(metrics: Metrics) -> Metrics:
-    return {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
-
-
-# ------------------------------------------------------------------------------------------------ Weights & Biases
-
-
-def _wandb_mode(config: WandbConfig) -> Any:
-    return config.mode or os.environ.get("WANDB_MODE") or "online"
-
-
-class WandbTracker:
-    """Steps that a killed run sent after its last checkpoint cannot be removed from wandb."""
-
-    def __init__(self, config: WandbConfig):
-        self.config = config
-        self.run: Any = None
-        self.state = "failed"
-        self.num_images = Counter[tuple[str, int]]()
-        """Number of images by kind and step."""
-
-    def begin(self, run: RunStart) -> None:
-        import wandb
-
-        before = _load_run_ids(run.folder).get("wandb")
-        run_id = before or secrets.token_hex(4)
-        _store_run_id(run.folder, "wandb", run_id)
-        folder, mode = self.config.dir or run.folder, _wandb_mode(self.config)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.run = wandb.init(
-            project=self.config.project,
-            entity=self.config.entity,
-            name=self.config.name or run.name,
-            id=run_id,
-            resume="allow" if mode == "online" and before else None,  # offline, `wandb sync` joins both parts by the id
-            dir=str(folder),
-            mode=mode,
-            config=dict(run.config),
-            settings=wandb.Settings(console="off", silent=True),
-        )
-        if run.step:  # wandb sends a step when the next one begins, so a kill may have lost the last
-            for row in read_metrics(run.folder / "metrics.jsonl"):
-                if row.pop("step") == run.step:
-                    self.log(row, run.step)
-
-    def log(self, metrics: Metrics, step: int) -> None:
-        self.run.log(_finite(metrics), step=step)
-
-    def episodes(self, episodes: Sequence[Episode], step: int, kind: str) -> None:
-        import wandb
-
-        table = wandb.Table(columns=list(EPISODE_COLUMNS), data=episode_rows(episodes, step, kind))
-        self.run.log({f"episodes/{kind}": table}, step=step)
-
-    def picture(self, path: Path, step: int, kind: str) -> None:
-        import wandb
-
-        is_gif = path.suffix == ".gif"
-        shown = wandb.Video(str(path), path.stem) if is_gif else wandb.Image(str(path), caption=path.stem)
-        self.num_images[kind, step] += 1
-        self.run.log({f"pictures/{kind}/{self.num_images[kind, step]}": shown}, step=step)
-
-    def finish(self, summary: Mapping[str, Any], state: str) -> None:
-        self.state = state
-        for when in ("before", "after"):
-            for name, value in (summary.get(when) or {}).items():
-                self.run.summary[f"{when}/{name}"] = value
-        self.run.summary["state"] = state
-
-    def close(self) -> None:
-        if self.run is not None:
-            self.run.finish(exit_code=0 if self.state == "finished" else 1)
-
-
 # ------------------------------------------------------------------------------------------------ MLflow
 
 MAX_PARAMETER = 500
@@ -205,14 +114,14 @@ class MlflowTracker:
         if "://" not in uri or uri.startswith("file:"):  # MLflow requires this for a folder
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self.client = MlflowClient(uri)
-        self.run = _load_run_ids(run.folder).get("mlflow") or ""
+        self.run = load_run_ids(run.folder).get("mlflow") or ""
         if self.run:
             self.client.update_run(self.run, status="RUNNING")
             return
         found = self.client.get_experiment_by_name(self.config.experiment)
         experiment = found.experiment_id if found else self.client.create_experiment(self.config.experiment)
         self.run = self.client.create_run(experiment, run_name=self.config.name or run.name).info.run_id
-        _store_run_id(run.folder, "mlflow", self.run)
+        store_run_id(run.folder, "mlflow", self.run)
         parameters = [Param(_mlflow_name(key), str(value)[:MAX_PARAMETER]) for key, value in _flat(run.config)]
         for place in range(0, len(parameters), MAX_BATCH):
             self.client.log_batch(self.run, params=parameters[place : place + MAX_BATCH])
@@ -221,7 +130,7 @@ class MlflowTracker:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        rows = [Metric(_mlflow_name(name), value, now, step) for name, value in _finite(metrics).items()]
+        rows = [Metric(_mlflow_name(name), value, now, step) for name, value in finite_metrics(metrics).items()]
         self.client.log_batch(self.run, metrics=rows)
 
     def episodes(self, episodes: Sequence[Episode], step: int, kind: str) -> None:
