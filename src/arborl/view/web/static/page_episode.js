@@ -1,4 +1,4 @@
-// One episode: what it was worth, its conversation, its tokens.
+// One episode: rewards, conversation, tokens.
 
 import { get } from "./api.js";
 import { h, number, put, span, visible } from "./dom.js";

@@ -17,12 +17,12 @@ export async function group(at) {
 
   function drawList() {
     put(list, found.group.map((row, number_) => h("tr", { class: row.line === Number(place.line) ? "on" : null },
-      h("td.box", {}, h("input", { type: "checkbox", checked: chosen.has(row.line), "aria-label": `put episode ${number_ + 1} beside another`, onchange: () => pick(row.line) })),
+      h("td.box", {}, h("input", { type: "checkbox", checked: chosen.has(row.line), "aria-label": `compare episode ${number_ + 1} with another`, onchange: () => pick(row.line) })),
       h("td", {}, h("a", { href: link("episode", { ...place, line: row.line }) }, `#${number_ + 1}`)),
       h("td.figure", { "data-label": "reward" }, row.failure ? h("span.bad", {}, "failed") : number(row.reward)), h("td", { "data-label": "stop" }, visible(row.failure || row.stop)),
       h("td.figure", { "data-label": "calls" }, number(row.calls)), h("td.figure", { "data-label": "tokens" }, number(row.sampled)), h("td.figure", { "data-label": "context" }, number(row.context)))));
     const [one, other] = [...chosen];
-    put(compare, chosen.size === 2 ? h("a.button", { href: link("beside", { ...place, line: one, other }) }, "Put the two beside each other") : h("span.faint", {}, "Tick two episodes to see where they part."));
+    put(compare, chosen.size === 2 ? h("a.button", { href: link("beside", { ...place, line: one, other }) }, "Compare both episodes") : h("span.faint", {}, "Tick two episodes to see where they part."));
   }
 
   function pick(line) {

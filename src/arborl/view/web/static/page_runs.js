@@ -1,4 +1,4 @@
-// Runs side by side: where each stands, what they do not share, and their curves on one axis.
+// Runs side by side: state, settings that differ, and curves on one axis.
 
 import { get } from "./api.js";
 import { chart, COLOURS, newBoard } from "./chart.js";

@@ -1,4 +1,4 @@
-// Where one is: everything that a page shows is in its address, so that a link leads back to it.
+// The state of a page is in its URL, so that a link restores it.
 
 /** {page, one(name), all(name)} of the address. */
 export function here() {
