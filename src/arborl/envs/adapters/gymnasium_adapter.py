@@ -56,7 +56,7 @@ class GymnasiumEnv(Env):
             never successful.
 
     Example:
-        FromGymnasium("FrozenLake-v1", names=("Left", "Down", "Right", "Up"))
+        GymnasiumEnv("FrozenLake-v1", names=("Left", "Down", "Right", "Up"))
     """
 
     tagged = True
