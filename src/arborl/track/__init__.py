@@ -7,7 +7,6 @@ folder_files.py         Bounded and safe access to the files of a run folder
 run_log.py              Log lines on the terminal and in `run.log`
 configured_trackers.py  The trackers that a configuration names; the tracker for MLflow
 background_tracker.py   Runs a tracker in its own thread
-wandb_run.py            Tracker for Weights & Biases
 timeline.py             Timeline of a run in Chrome's trace format
 tracing.py              Export of spans with OpenTelemetry
 """
