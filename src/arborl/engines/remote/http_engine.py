@@ -108,7 +108,8 @@ class HttpEngine(SyncedEngine):
         training: bool = True,
         chats: bool = False,
     ):
-        super().__init__(model, max_context, renderer and renderer.tokenizer.decode, dtype, sampling)
+        decode = None if renderer is None else renderer.tokenizer.decode
+        super().__init__(model, max_context, decode, dtype, sampling)
         self.max_requests, self.named, self.seconds = max_requests, named, seconds
         self.renderer, self.training = renderer, training
         self.follows_weights, self.chats = training, chats
