@@ -112,9 +112,12 @@ async def run_command(
         reading.cancel()
         if not ended:
             _terminate(child)
+        deadline = time.monotonic() + KILL_SECONDS + TRACKER_SECONDS
         while child.returncode is None:  # a second cancellation does not interrupt this
             with suppress(asyncio.CancelledError):
                 await asyncio.sleep(0.002)
+            if time.monotonic() > deadline:  # it is stopped or stuck
+                child.kill()
         transport.close()
     if len(output) > max_output:
         raise CommandFailed(f"it printed more than {max_output:,} bytes")
