@@ -112,7 +112,7 @@ def _gigpo(arrays: RewardArrays, config: AlgorithmConfig) -> Floats:
 
 def _step_reinforce(arrays: RewardArrays, config: AlgorithmConfig) -> Floats:
     returns, group_N = _returns(arrays, config.gamma), arrays.group_E[arrays.episode_N]
-    return turn_advantages.step_reinforce(returns, arrays.episode_N, group_N, config.baseline, config.std)
+    return turn_advantages.step_reinforce(returns, arrays.episode_N, group_N, config.options.baseline, config.std)
 
 
 def _turn_discounted(arrays: RewardArrays, config: AlgorithmConfig) -> Floats:
@@ -158,7 +158,7 @@ def _gae(groups: Sequence[Group], terms: Terms, config: AlgorithmConfig, memory:
 
 ADVANTAGES: dict[str, Advantage] = {
     "grpo": per_episode(
-        lambda arrays, config, memory: episode_advantages.grpo(_rewards(arrays), config.baseline, config.std)
+        lambda arrays, config, memory: episode_advantages.grpo(_rewards(arrays), config.options.baseline, config.std)
     ),
     "rloo": per_episode(lambda arrays, config, memory: episode_advantages.rloo(_rewards(arrays))),
     "reinforce": per_episode(lambda arrays, config, memory: episode_advantages.reinforce(_rewards(arrays))),

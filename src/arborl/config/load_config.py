@@ -402,8 +402,6 @@ MAX_VALUES = 100_000
 MAX_INTERPOLATIONS = 300
 """Nested resolutions of `${…}`: two in each of twenty lines would be a million."""
 
-SURROGATES = re.compile("[\ud800-\udfff]")
-
 PARSERS = [getattr(yaml, "CSafeLoader", yaml.SafeLoader), yaml.SafeLoader]
 """The C parser is faster; OmegaConf uses the second, and they may differ."""
 
@@ -441,11 +439,16 @@ def _check_events(events: Iterator[Any], where: object) -> None:
             total += size
         elif isinstance(event, yaml.ScalarEvent):
             sizes |= {event.anchor: 1} if event.anchor else {}
-            if SURROGATES.search(event.value):
+            if not is_text(event.value):
                 raise ConfigError(f"{where}: line {line}: half of a surrogate pair is not text.")
         total += isinstance(event, yaml.NodeEvent)
         if total > MAX_VALUES:
             raise ConfigError(f"{where}: line {line}: more than {MAX_VALUES:,} values, aliases (*name) expanded.")
+
+
+def is_text(value: str) -> bool:
+    """Whether it can be encoded as UTF-8: has no half of a surrogate pair."""
+    return re.search("[\ud800-\udfff]", value) is None
 
 
 @contextmanager
