@@ -44,7 +44,7 @@ def configured_strategy(config: RunConfig) -> Strategy | None:
     strategy = config.learner.strategy
     if strategy == "zero3":
         return "fsdp2"
-    if strategy == "zero1" or strategy == "zero2":  # noqa: PLR1714 (mypy narrows this form only)
+    if strategy == "zero1" or strategy == "zero2":  # mypy narrows this form only
         return "ddp"
     return None if strategy == "single" else strategy
 
