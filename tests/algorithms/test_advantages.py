@@ -196,18 +196,20 @@ def test_split_gives_branches_parts_of_the_advantage_and_never_of_the_reward():
     # calls 0 and 2 are one branch, the last; call 1 is another
     assert credited(groups, terms, std="none", split="last").tolist() == [0.5, 0.0, 0.5, -0.5]
     assert credited(groups, terms, std="none", split="uniform").tolist() == [0.25, 0.25, 0.25, -0.5]
-    found = credited(groups, terms, std="none", split="geometric", split_ratio=0.5)
+    found = credited(groups, terms, std="none", split="geometric", args={"split_ratio": 0.5})
     assert found.tolist() == pytest.approx([1 / 3, 1 / 6, 1 / 3, -0.5])
 
 
 def test_named_rewards_reach_gdpo_with_the_kl_penalty_as_one_of_them():
     groups = [group(episode(rewards={"a": 1.0, "b": 0.0}), episode(rewards={"a": 0.0, "b": 9.0}))]
     assert by_episodes(groups, advantage="gdpo") == pytest.approx([0.0, 0.0], abs=1e-6)
-    weighted = by_episodes(groups, advantage="gdpo", reward_weights={"b": 0.0})
+    weighted = by_episodes(groups, advantage="gdpo", args={"reward_weights": {"b": 0.0}})
     assert weighted == pytest.approx([0.5**0.5, -(0.5**0.5)], abs=1e-5)
     terms = terms_of(groups)
-    off = credited(groups, terms, advantage="gdpo", reward_weights={"b": 0.0})
-    on = credited(groups, terms, advantage="gdpo", reward_weights={"b": 0.0}, kl={"coef": 0.1, "where": "reward"})
+    off = credited(groups, terms, advantage="gdpo", args={"reward_weights": {"b": 0.0}})
+    on = credited(
+        groups, terms, advantage="gdpo", args={"reward_weights": {"b": 0.0}}, kl={"coef": 0.1, "where": "reward"}
+    )
     assert not np.allclose(off, on)
 
 

@@ -54,7 +54,7 @@ def test_a_resolved_configuration_reads_back_the_same(name):
         ({"args": {"sequence": "call"}}, "write loss=gspo or importance_weights.level=sequence"),
         ({"args": {"max_kl": 1}}, "args.max_kl: is not read with advantage=grpo and loss=ppo. Leave it out, or "
                                           "write loss=trpo."),
-        ({"value": {"coef": 1.0}}, "write advantage=gae."),
+        ({"args": {"value_coef": 1.0}}, "write advantage=gae."),
         ({"args": {"beta": 0.5}}, "write loss=dpo, ipo or kto."),
         ({"name": "reinforce", "skip_zero_variance": False}, "skip_zero_variance=False is not read with"),
         ({"by_source": {"web": {"gamma": 0.9}}}, "algorithm.by_source.web: gamma=0.9 is not read"),

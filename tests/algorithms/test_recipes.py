@@ -11,7 +11,7 @@ import torch
 from algorithm_batches import batch_of, counters, episode, group, model_outputs, pick, random_groups, terms_of
 
 from arborl.algorithms import ADVANTAGES, LOSSES, PRESETS, AlgorithmNeeds, PerSourceAlgorithm, Recipe, make_algorithm
-from arborl.config.algorithm_config import ADVANTAGE_READS, LOSS_READS, AlgorithmConfig
+from arborl.config.algorithm_config import ADVANTAGE_READS, LOSS_READS, AlgorithmArgs, AlgorithmConfig
 from arborl.rollout.token_trees import build_token_trees
 from arborl.types import FinishReason, Group, Terms
 
@@ -66,7 +66,7 @@ def test_every_preset_has_a_gradient_that_is_independent_of_the_split(name):
 def test_tables_and_configuration_name_the_same_things():
     assert set(ADVANTAGES) == set(ADVANTAGE_READS)
     assert set(LOSSES) == set(LOSS_READS)
-    names = AlgorithmConfig.model_fields
+    names = AlgorithmConfig.model_fields | AlgorithmArgs.model_fields
     assert all(AlgorithmConfig(name=name).name == name for name in PRESETS)
     with pytest.raises(ValueError, match="must be one of"):
         AlgorithmConfig(name="unknown")

@@ -161,7 +161,7 @@ def test_the_environment_is_the_one_its_tag_leads_to(read, tag, env):
     source = config.data.sources[tag]
     assert source.env.name == env
     assert source.ratio == 1
-    assert (source.limits.max_turns, source.env.args["max_steps"], source.sampling.max_tokens) == (9, 9, 64)
+    assert (source.rollout, source.env.args["max_steps"], source.sampling) == ({"max_turns": 9}, 9, {"max_tokens": 64})
 
 
 def test_sampling_of_the_environment_managers_is_read_for_training_and_validation(read):
@@ -298,7 +298,7 @@ def test_what_they_do_without_a_word_is_written_out(read):
 def test_the_algorithm_is_what_estimator_normalisation_and_whitening_come_to(read, given, ours):
     found = config_of(read(**given)).algorithm
     for name, value in ours.items():
-        got = getattr(found, name)
+        got = getattr(found if hasattr(found, name) else found.options, name)
         if isinstance(value, dict):
             assert {key: getattr(got, key) for key in value} == value
         else:

@@ -81,7 +81,12 @@ def test_tags_belong_to_the_sources_that_write_code_and_files_may_be_several(tmp
 def test_an_advantage_is_never_another_one(name, tmp_path):
     config = config_of(converted(tmp_path, f"{PLAIN} {R}n=4 algorithm.adv_estimator={name}")).algorithm
     assert config.advantage == name
-    assert (config.loss, config.aggregation, config.dual_clip, config.anchor) == ("ppo", "token", 3.0, "proximal")
+    assert (config.loss, config.aggregation, config.options.dual_clip, config.anchor) == (
+        "ppo",
+        "token",
+        3.0,
+        "proximal",
+    )
 
 
 def test_one_episode_a_task_is_compared_with_nothing_as_there(tmp_path):

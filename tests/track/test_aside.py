@@ -134,7 +134,7 @@ def test_one_that_hangs_holds_up_neither_the_steps_nor_the_end(caplog):
         ),
         (
             {"trackers": [{"name": "wandb", "args": {"project": "p", "mode": "online"}}]},
-            "no key of Weights & Biases.* mode: offline",
+            "no key of Weights & Biases.* .mode: offline",
         ),
     ],
 )

@@ -10,8 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    create_model,
+    model_validator,
+)  # fmt: skip
 from pydantic.fields import FieldInfo
+from pydantic_core import core_schema
 
 from arborl.config.secrets import mask_secrets
 from arborl.errors import ConfigError, did_you_mean
@@ -60,7 +70,14 @@ class KeysOf:
 
     model: type[Config]
     overrides: bool = False
-    """The settings are those of another section."""
+    """The settings are those of another section; only written ones are kept."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        schema = handler(source)
+        return core_schema.no_info_before_validator_function(self._written, schema) if self.overrides else schema
+
+    def _written(self, value: Any) -> Any:
+        return self.model.model_validate(value).model_dump(exclude_none=True) if isinstance(value, Mapping) else value
 
 
 def refuse_key(key: str, value: Any, message: str) -> NoReturn:
@@ -83,8 +100,8 @@ def check_args(model: type[C], args: Mapping[str, Any], reads: Collection[str], 
     return given
 
 
-def overrides_of(model: type[Config], *names: str, **others: Any) -> Any:
-    """The type of a section that overrides settings of `model`: a dict of those that are written.
+def overrides_of(model: type[Config], *names: str, **others: Any) -> KeysOf:
+    """The annotation of a dict that overrides settings of `model`.
 
     Args:
         names: the settings.
@@ -99,11 +116,7 @@ def overrides_of(model: type[Config], *names: str, **others: Any) -> Any:
             Field(None, description=field.description),
         )
     overrides = create_model(f"{model.__name__}Overrides", __base__=Config, **fields)
-
-    def check(value: Any) -> Any:
-        return overrides.model_validate(value).model_dump(exclude_none=True) if isinstance(value, Mapping) else value
-
-    return Annotated[dict[str, Any], BeforeValidator(check), KeysOf(overrides, True)]
+    return KeysOf(overrides, True)
 
 
 def expand_shorthand(model: type[Config], data: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -134,10 +134,10 @@ class DemonstrationsConfig(Config):
         return self.path is not None or self.rows is not None
 
 
-SourceSampling = overrides_of(
+SOURCE_SAMPLING = overrides_of(
     SamplingConfig, "temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "max_context"
 )
-SourceRollout = overrides_of(RolloutConfig, "max_turns", "episode_seconds", "step_seconds")
+SOURCE_ROLLOUT = overrides_of(RolloutConfig, "max_turns", "episode_seconds", "step_seconds")
 
 
 class StageConfig(Config):
@@ -222,10 +222,10 @@ class DataConfig(RowsConfig):
     context: ContextConfig | None = None
     tools: tuple[ToolConfig, ...] | None = None
     rewards: tuple[RewardConfig, ...] | None = None
-    sampling: SourceSampling = Field(default_factory=dict)
+    sampling: Annotated[dict[str, Any], SOURCE_SAMPLING] = Field(default_factory=dict)
     """Settings that differ from `sampling` of the run; `stop` adds stop strings. The learner uses the same
     distribution."""
-    rollout: SourceRollout = Field(default_factory=dict)
+    rollout: Annotated[dict[str, Any], SOURCE_ROLLOUT] = Field(default_factory=dict)
     """The same for `max_turns`, `episode_seconds` and `step_seconds` of `rollout`."""
 
     @model_validator(mode="before")

@@ -189,8 +189,9 @@ def _has_rows(data: Mapping[str, Any]) -> bool:
 
 def _evaluation_tasks(data: Mapping[str, Any]) -> int | None:
     """The sum of `evaluation_tasks` of the sources, if they have it."""
-    tasks = [one.get("evaluation_tasks") for one in _sources(data)]
-    return sum(tasks) if tasks and all(isinstance(one, int) for one in tasks) else None
+    sources = _sources(data)
+    tasks = [one["evaluation_tasks"] for one in sources if isinstance(one.get("evaluation_tasks"), int)]
+    return sum(tasks) if tasks and len(tasks) == len(sources) else None
 
 
 def default_run_name(env: Mapping[str, Any], data: Mapping[str, Any]) -> str:

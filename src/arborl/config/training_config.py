@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -171,7 +171,7 @@ class TrainerConfig(Config):
         return self
 
 
-EvaluationSampling = overrides_of(
+EVALUATION_SAMPLING = overrides_of(
     SamplingConfig, "top_k", "top_p", "min_p", "max_tokens",
     temperature=Annotated[float, Field(ge=0, allow_inf_nan=False)],
 )  # fmt: skip
@@ -188,7 +188,7 @@ class EvaluationConfig(Config):
     """Steps between evaluations during training; 0 for none."""
     group_size: int = Field(1, ge=1)
     """Episodes per held-out task."""
-    sampling: EvaluationSampling = Field(default_factory=dict)
+    sampling: Annotated[dict[str, Any], EVALUATION_SAMPLING] = Field(default_factory=dict)
     """Settings that differ from `sampling`, but `temperature` is 1 by default. The `sampling` of a source takes
     precedence."""
     greedy: bool = True
