@@ -294,9 +294,9 @@ def test_the_summarize_tool_folds_what_came_before(renderer):
 def test_settings_in_other_systems_names_become_policies():
     assert stateset_context(False) == {"policy": "none"}
     for strategy in ("summary", "truncate", "sliding_window"):
-        args = stateset_context(True, 0.4, strategy)
-        assert 0.4 in args.values()
-        StateLM(**args)
+        section = stateset_context(True, 0.4, strategy)
+        assert 0.4 in section["args"].values()
+        StateLM(policy=section["policy"], **section["args"])
     with pytest.raises(ValueError, match="compression_strategy='zip'"):
         stateset_context(True, 0.4, "zip")
 
