@@ -155,7 +155,7 @@ def keys(config: type[Config], prefix: str = "") -> set[str]:
 
 
 def test_advice_names_existing_keys():
-    known = keys(RunConfig)
+    known = keys(RunConfig) | keys(EngineArgs, "engine.args.") | keys(AlgorithmArgs, "algorithm.args.")
     sections = "|".join(sorted({key.partition(".")[0] for key in known if "." in key}))
     for rule in RULES:
         for key in re.findall(rf"(?<![\w./])((?:{sections})(?:\.[a-z_]+)+)(?![\w(])", rule.advice):

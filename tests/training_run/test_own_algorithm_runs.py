@@ -48,7 +48,7 @@ def test_grpo_and_ppo_written_anew_give_the_same_weights_bit_for_bit(theirs, our
 def test_the_configuration_names_them_and_a_run_goes_on_from_the_command_line(ours, theirs, tmp_path, monkeypatch):
     config = load(ours / "config.yaml")
     assert config.algorithm.advantage == "parts_of_mine:grpo_again"
-    assert (config.algorithm.loss, config.algorithm.args) == ("parts_of_mine:ppo_again", {"low": 0.2})
+    assert (config.algorithm.loss, config.algorithm.own_args) == ("parts_of_mine:ppo_again", {"low": 0.2})
     cut = shutil.copytree(ours, tmp_path / "run")
     shutil.rmtree(cut / "checkpoints" / "step-000002")
     done = CliRunner().invoke(app, ["train", "--resume", "latest", f"output_dir={cut}"])

@@ -187,6 +187,7 @@ class Trainer:
         timer, seed = StageTimer(), derive(self.config.seed, "step", self.step)
         losses = self._reset_counters()
         with timer("rollout"):
+            await self.pipeline.begin(self.step)  # outside the span: episodes belong to the step
             with span("arborl.wait"):
                 groups = await self.pipeline.take(self.step)
             greedy = await self._collect_greedy(groups, seed) if self.algorithm.needs.greedy else []
