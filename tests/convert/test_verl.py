@@ -13,7 +13,7 @@ from arborl.config.config_base import validate
 from arborl.config.run_config import RunConfig
 from arborl.convert import Draft, convert
 from arborl.convert.verl import verl_keys as verl
-from arborl.convert.verl.verl_defaults import DEFAULTS
+from arborl.convert.verl.verl_keys import DEFAULTS
 from arborl.errors import ConfigError
 
 A, R, T = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.rollout.multi_turn."

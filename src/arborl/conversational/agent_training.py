@@ -293,14 +293,7 @@ async def run_trial(
     folder: Path,
     report: Callable[[int, float], bool],
 ) -> float:
-    """One trial of a search: train with these parameters; returns the mean reward on held-out scenarios.
-
-    Args:
-        agent, environment, reward_fn, config: as of `train`.
-        params: fields of `TrainingConfig`, or `top_p`, `top_k` and `max_new_tokens` of the agent.
-        folder: run folder.
-        report: called with step and reward of each evaluation; returns whether to stop the trial.
-    """
+    """One trial of a search: train with these parameters; returns the mean reward on held-out scenarios."""
     agent_fields = {name: value for name, value in params.items() if name in ("top_p", "top_k", "max_new_tokens")}
     fields = {name: value for name, value in params.items() if name not in agent_fields}
     for name in fields:

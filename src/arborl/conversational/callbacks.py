@@ -37,12 +37,7 @@ Callback = Callable[[str, Mapping[str, Any]], Any] | Any
 
 
 class CallbackHook:
-    """A hook of the trainer that calls the callbacks of a run.
-
-    Args:
-        callbacks: in the order of their calls.
-        logging_steps: steps between log lines.
-    """
+    """A hook of the trainer that calls the callbacks of a run."""
 
     def __init__(self, callbacks: Sequence[Callback], logging_steps: int = 10):
         for callback in callbacks:

@@ -31,12 +31,7 @@ Tracker = Literal["none", "tensorboard", "wandb", "mlflow"]
 
 
 class MutableConfig(Config):
-    """Base of settings whose fields can be assigned. Every wrong value is a `ConfigError`, also on assignment.
-
-    Example:
-        config = TrainingConfig(num_episodes=100)
-        config.learning_rate = -1      # ConfigError: TrainingConfig, learning_rate: must be a number > 0, given -1. …
-    """
+    """Base of settings whose fields can be assigned. Every wrong value is a `ConfigError`, also on assignment."""
 
     model_config = ConfigDict(frozen=False, validate_assignment=True)
 
@@ -288,11 +283,7 @@ class TrainingConfig(MutableConfig):
 
     @classmethod
     def from_profile(cls, profile: str, **fields: Any) -> Any:
-        """The settings of a profile, with these fields in place of its own.
-
-        Example:
-            TrainingConfig.from_profile("conservative", num_episodes=200)
-        """
+        """The settings of a profile, with these fields in place of its own."""
         return cls(**profile_settings(profile, fields.get("algorithm")) | fields)
 
     def with_profile(self, profile: str) -> Any:
@@ -429,11 +420,7 @@ class ValueFunction(MutableConfig):
     """A head on the policy; False: a separate model."""
 
     def compute_advantages(self, rewards: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
-        """Advantages and returns of one conversation, per turn (equation 16).
-
-        Example:
-            ValueFunction(gamma=1.0, gae_lambda=1.0).compute_advantages([0, 1], [0.5, 0.5])    # ([0.5, 0.5], [1, 1])
-        """
+        """Advantages and returns of one conversation, per turn (equation 16)."""
         if len(rewards) != len(values):
             raise ValueError(f"{len(rewards)} rewards and {len(values)} values: must be one of each per turn")
         advantages, advantage, next_value = [0.0] * len(rewards), 0.0, 0.0

@@ -164,11 +164,7 @@ def _as_message(turn: AnyTurn, role: str) -> Message:
 
 
 class WithRandomSeed:
-    """Awaits a coroutine with its own state of the module `random`; other tasks are not affected.
-
-    Example:
-        await WithRandomSeed(7, environment.reset())
-    """
+    """Awaits a coroutine with its own state of the module `random`; other tasks are not affected."""
 
     def __init__(self, seed: int, work: Coroutine[Any, Any, Any]):
         self.work, self.state = work, random.Random(seed).getstate()
@@ -269,12 +265,6 @@ class ConversationEnvironment(Environment):
     ) -> list[dict[str, Any]]:
         """Conversations of a scripted agent, for imitation. It gives a good reply with probability `skill`, and a reply
         that fits elsewhere otherwise. Held-out scenarios are excluded.
-
-        Args:
-            count: number of conversations.
-            skill: between 0 and 1.
-            seed: seed of all random choices.
-            eval_share: as in the `TrainingConfig`.
         """
         rows = self.rows() if self.held_out is not None else split_rows(self.rows(), eval_share)[0]
         if not 0 <= skill <= 1 or count < 1:

@@ -41,12 +41,7 @@ MAX_CONVERSATIONS = 64
 
 
 class ModelConversation:
-    """One conversation with a model.
-
-    Args:
-        model: the model.
-        policy: compression of a conversation that exceeds the context; None for none.
-    """
+    """One conversation with a model."""
 
     def __init__(self, model: Model, policy: ContextPolicy | None):
         self.model, self.policy = model, policy
@@ -105,15 +100,7 @@ class ScriptedModel:
 
 
 class LoadedPolicy:
-    """A loaded model that answers any number of conversations at once.
-
-    Args:
-        engine, renderer: the model.
-        sampling: sampling parameters.
-        max_context: tokens of prompt and reply.
-        seed: seed of all replies.
-        policy: compression, as of `ModelConversation`.
-    """
+    """A loaded model that answers any number of conversations at once."""
 
     def __init__(
         self,
@@ -334,12 +321,7 @@ class ConversationMemory:
         return "\n\n".join((RECALL_HEADER, *parts)) if parts else ""
 
     async def remember(self, conversation: Sequence[Message], complete: Complete) -> None:
-        """Store a conversation.
-
-        Args:
-            conversation: all of its messages.
-            complete: asks the model for a summary.
-        """
+        """Store a conversation."""
         pairs = _pairs(conversation)
         self.conversations = [one for one in self.conversations if pairs[: len(one)] != one] + [pairs]
         if len(self) > self.summarization_threshold and len(self.conversations) > 1:

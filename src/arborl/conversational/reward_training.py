@@ -287,16 +287,7 @@ class Preference:
 
 
 def read_preferences(data: Any, fields: Mapping[str, str] | None = None) -> list[Preference]:
-    """The pairs of a file or of Python objects, as conversations for a reward model.
-
-    Args:
-        data: pairs, or the path of a file.
-        fields: other names of columns: `{"prompt": "question"}`.
-
-    Example:
-        read_preferences([("I am sorry. Which order is it?", "Read the website.")])
-        read_preferences("pairs.jsonl")
-    """
+    """The pairs of a file or of Python objects, as conversations for a reward model."""
     if isinstance(data, str | PathLike):
         path = Path(data).expanduser()
         table = open_table(path)

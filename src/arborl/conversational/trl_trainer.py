@@ -123,13 +123,7 @@ async def run_in_thread(work: Callable[[asyncio.Runner], T]) -> T:
 
 
 class TRLRun:
-    """One run: Arbor plays and evaluates, TRL trains.
-
-    Args:
-        run_config, config: settings of the run and of the user.
-        folder: run folder.
-        attention: attention implementation of TRL's model.
-    """
+    """One run: Arbor plays and evaluates, TRL trains."""
 
     def __init__(self, run_config: RunConfig, config: TrainingConfig, folder: Path, attention: str):
         self.run_config, self.config, self.folder = run_config, config, folder

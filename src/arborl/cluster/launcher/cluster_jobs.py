@@ -47,13 +47,6 @@ def submit_job(
     """Run a command on the head, as a job of the cluster, with the cluster's environment.
 
     A connection that is lost does not end the job; Ctrl-C does.
-
-    Args:
-        cluster: the cluster.
-        command: its words.
-        files: of its working directory, by path.
-        wait: for its end.
-        on_line: called with each line of output.
     """
     job, request = f"arborl-{secrets.token_hex(4)}", dict[str, Any](command=shlex.join(command), wait=wait)
     if files is not None:

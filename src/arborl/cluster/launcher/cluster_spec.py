@@ -227,11 +227,7 @@ class ClusterSpec(Config):
 
 
 def read_cluster_spec(file: Path) -> ClusterSpec:
-    """A cluster's file, or a `ConfigError` with one line for each mistake.
-
-    Example:
-        read_spec(Path("cluster.yaml")).hosts
-    """
+    """A cluster's file, or a `ConfigError` with one line for each mistake."""
     try:
         return validate(ClusterSpec, load_yaml(file))
     except ConfigError as error:

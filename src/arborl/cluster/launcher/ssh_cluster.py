@@ -54,15 +54,7 @@ class ClusterState:
 
 
 class SshCluster:
-    """A cluster on hosts that ssh reaches.
-
-    Args:
-        spec: the cluster's file.
-        report: called with one line per action.
-
-    Example:
-        Fleet(read_spec(Path("cluster.yaml")), print).setup()
-    """
+    """A cluster on hosts that ssh reaches."""
 
     def __init__(self, spec: ClusterSpec, report: Callable[[str], None] = lambda line: None):
         self.spec, self.report = spec, report

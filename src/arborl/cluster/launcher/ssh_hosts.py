@@ -46,12 +46,7 @@ class HostError(ConfigError):
 
 
 class SshHosts:
-    """The hosts of a cluster.
-
-    Args:
-        spec: the cluster's file.
-        secrets: values that are removed from all output.
-    """
+    """The hosts of a cluster."""
 
     def __init__(self, spec: ClusterSpec, secrets: Mapping[str, str] | None = None):
         self.spec, self.open = spec, set[subprocess.Popen[str]]()
@@ -80,15 +75,7 @@ class SshHosts:
         seconds: float | None = 60,
         **more: Any,
     ) -> dict[str, Any]:
-        """Send a request and return the host's answer.
-
-        Args:
-            host: receiver.
-            verb: a key of `on_host.requests.VERBS`.
-            on_message: called with every message before the answer.
-            seconds: timeout after the connection; None for none.
-            more: further keys of the request.
-        """
+        """Send a request and return the host's answer."""
         request = {"verb": verb, "cluster": self.spec.name, "folder": self.spec.folder(host), "logs": self.spec.logs}
         line = json.dumps({**request, **more, "program": PROGRAM, "modules": _modules()}) + "\n"
         try:

@@ -29,16 +29,7 @@ MAX_PATH = 107 - len("/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plas
 
 
 class PrivateCluster:
-    """Sets environment variables and folder of the cluster; `close` restores them.
-
-    Example:
-        private = PrivateCluster()
-        ray.init(address="local", **private.options)
-        private.check(ray)
-        …
-        ray.shutdown()
-        private.close()
-    """
+    """Sets environment variables and folder of the cluster; `close` restores them."""
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="arborl-ray-")

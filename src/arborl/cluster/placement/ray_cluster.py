@@ -108,18 +108,7 @@ def _where(placement: PlacementConfig) -> str:
 
 
 class RayCluster:
-    """A connection to a cluster.
-
-    Args:
-        placement: settings of the run.
-        weight_bytes: size of the model, for the object store of a private cluster.
-        ranks: number of learner ranks on the cluster.
-
-    Example:
-        cluster = Cluster(config.placement)
-        actor = cluster.start(EngineActor, *args, cpus=1)
-        cluster.close()
-    """
+    """A connection to a cluster."""
 
     owns_connection: ClassVar[bool] = False
     """Whether this class called `ray.init`; a process has one connection."""
@@ -253,11 +242,7 @@ class RayCluster:
                 )
 
     def engine_gpus(self, learner_gpu: int | None) -> list[GpuSlot | None]:
-        """The GPU of each engine; None for an engine on the CPU.
-
-        Args:
-            learner_gpu: index of the learner's GPU on the driver's node; None without one.
-        """
+        """The GPU of each engine; None for an engine on the CPU."""
         gpus, named = gpus_of(self.nodes), self.placement.device_mapping.engines
         if named:
             return [gpus[number] for number in named]
@@ -276,15 +261,7 @@ class RayCluster:
     def start(
         self, kind: type, *args: Any, cpus: float = 1, gpu: GpuSlot | None = None, sharing: int = 1, **more: Any
     ) -> Actor:
-        """Start an actor; actors are spread over the nodes.
-
-        Args:
-            kind: a subclass of `ClusterActor`.
-            args, more: arguments of its constructor after `paths` and `allow_unsafe`.
-            cpus: number of cores.
-            gpu: its GPU.
-            sharing: number of actors that share the GPU.
-        """
+        """Start an actor; actors are spread over the nodes."""
         options: dict[str, Any] = {
             "num_cpus": cpus,
             "memory": 1,  # 1 byte: Ray sends an actor without any request to any node, even an unreachable one

@@ -108,21 +108,9 @@ class EnginePlan:
 
 
 class EngineActor(ClusterActor):
-    """An actor with a `LocalEngine` and a copy of the weights.
+    """An actor with a `LocalEngine` and a copy of the weights."""
 
-    Args:
-        paths, allow_unsafe: see `ClusterActor`.
-        plan: what all engines of the run are built from.
-        gpu: whether it has a GPU.
-    """
-
-    def __init__(
-        self,
-        paths: Sequence[str],
-        allow_unsafe: bool,
-        plan: EnginePlan,
-        gpu: bool,
-    ):
+    def __init__(self, paths: Sequence[str], allow_unsafe: bool, plan: EnginePlan, gpu: bool):
         super().__init__(paths, allow_unsafe)
         import torch
 
@@ -190,25 +178,12 @@ class EngineReplica(Replica):
 
 
 class RayEngine(Engine):
-    """Several engines.
-
-    Args:
-        cluster: of the run.
-        model: the learner's.
-        gpus: the GPU of each engine; None for an engine on the CPU.
-        plan: what they are built from.
-    """
+    """Several engines."""
 
     follows_weights = verifies_weights = True
     shares_weights = False
 
-    def __init__(
-        self,
-        cluster: RayCluster,
-        model: PreTrainedModel,
-        gpus: Sequence[GpuSlot | None],
-        plan: EnginePlan,
-    ):
+    def __init__(self, cluster: RayCluster, model: PreTrainedModel, gpus: Sequence[GpuSlot | None], plan: EnginePlan):
         self.cluster, self.model, settings = cluster, model, plan.settings
         self.max_context, self.max_requests = int(settings["max_context"]), int(settings["max_requests"])
         self.vocabulary, self.decodes = int(model.config.vocab_size), bool(plan.tokenizer)

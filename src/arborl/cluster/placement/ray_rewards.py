@@ -66,12 +66,7 @@ class RewardReplica(Replica):
 
 
 class RewardWorkers:
-    """Actors that compute rewards.
-
-    Args:
-        cluster: of the run.
-        rewards: name, reward, timeout in seconds.
-    """
+    """Actors that compute rewards."""
 
     def __init__(self, cluster: RayCluster, rewards: Sequence[tuple[str, Reward, float]]):
         from ray import cloudpickle

@@ -122,12 +122,7 @@ def learner_plan(
 def rank_planner(
     shape: ModelShape, config: RunConfig, device: Device, strategy: Strategy, ranks: int, sampling: bool, split: int = 1
 ) -> RankPlanner:
-    """The planner of one rank.
-
-    Args:
-        sampling: whether the device also samples.
-        split: devices per engine.
-    """
+    """The planner of one rank."""
     sizes, learner, engine = learner_sizes(shape.sizes, strategy in SHARDED), config.learner, config.engine
     context, kv_token = config.sampling.max_context, shape.kv_token if sampling else 0
     shared = strategy in ("single", "ddp") and split == 1 and engine.name == "local"

@@ -40,12 +40,7 @@ class ShellScript:
 
 
 def read_shell(text: str, where: str) -> ShellScript:
-    """The commands and variables of a script.
-
-    Example:
-        read_shell("n=8\\npython train.py rollout.n=$n", "run.sh").commands[0].words
-        # ('python', 'train.py', 'rollout.n=8')
-    """
+    """The commands and variables of a script."""
     script = ShellScript()
     try:
         _Walk(ShellLexer(text, where).tokens(), script, where, [], {}).all()

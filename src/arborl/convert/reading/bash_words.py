@@ -332,11 +332,7 @@ class ShellExpander:
 
 
 def divided(text: str) -> list[str]:
-    """A text cut at its blanks, except for those inside `$(…)`, which would have been run before.
-
-    Example:
-        divided("a $(date +%s) b")      # ['a', '$(date +%s)', 'b']
-    """
+    """A text cut at its blanks, except for those inside `$(…)`, which would have been run before."""
     kept = re.sub(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)", lambda found: re.sub(r"\s", "\0", found[0]), text)
     return [part.replace("\0", " ") for part in re.split(r"\s+", kept)]
 

@@ -16,11 +16,7 @@ DEEPEST = 50
 
 
 def overrides(text: str, where: str) -> dict[str, Any]:
-    """A list of overrides, one or more a line; keys may have no dot.
-
-    Example:
-        overrides("max_steps=10 actor_train.training_args.learning_rate=1e-5", "more.txt")
-    """
+    """A list of overrides, one or more a line; keys may have no dot."""
     found = {}
     for number, line in enumerate(text.splitlines(), 1):
         try:
@@ -34,11 +30,7 @@ def overrides(text: str, where: str) -> dict[str, Any]:
 
 
 def plain(text: str) -> Any:
-    """A value as Hydra reads it.
-
-    Example:
-        plain("5e-7"), plain("[a,'b c']"), plain("{x:1}"), plain("null")      # 5e-07, ['a', 'b c'], {'x': 1}, None
-    """
+    """A value as Hydra reads it."""
     text = text.strip()
     try:
         value, at = _value(text, 0, "", 0)

@@ -48,14 +48,6 @@ class SourceKeys:
 def collect(files: Sequence[Path], plain_keys: bool = False, absent: bool = False) -> SourceKeys:
     """Read files in order, later ones over earlier ones; then fill in references, so that what a later file changes
     reaches all that refers to it.
-
-    Args:
-        files: YAML, or scripts and lists of overrides.
-        plain_keys: an assignment without a dot in a list of overrides (`max_steps=10`) is a key too.
-        absent: go on where a file of a `defaults` list is missing, and keep account of it.
-
-    Example:
-        collect([Path("agent_val_frozen_lake.yaml")]).keys["train_env_manager.group_size"]      # 8
     """
     out = SourceKeys()
     files_read = list(_read_files(files, plain_keys))

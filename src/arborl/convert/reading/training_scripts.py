@@ -35,11 +35,7 @@ class ScriptSettings:
 
 
 def read(path: Path) -> ScriptSettings:
-    """Settings of a script.
-
-    Example:
-        read(Path("train.sh")).settings     # {"data.train_batch_size": 32, …}
-    """
+    """Settings of a script."""
     found = read_script(read_text(path), str(path))
     named, folder = found.settings.get("--config-name"), found.settings.get("--config-path")
     file = near(path, f"{folder}/{named}" if folder else str(named)) if named is not None else None

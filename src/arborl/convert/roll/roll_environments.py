@@ -34,16 +34,15 @@ ALONE = AS_SOURCE | {"max_steps": "rollout.max_turns", "rows": "data"}
 
 def environments(draft: Draft) -> list[EnvTag]:
     """The tags that are trained on; those of validation are read too. Their settings are written."""
-    train, val = _tags(draft, "train_env_manager"), _tags(draft, "val_env_manager")
+    train, val = (names(draft.source.get(f"{at}_env_manager.tags")) for at in ("train", "val"))
     if not train:
         draft.refuse("train_env_manager.tags", None, "names no environment. Write tags: [NAME], and custom_envs.NAME.")
         return []
     known = {key.split(".")[0] for key in draft.below("custom_envs.")}
     found = {name: _tag(draft, name, known) for name in dict.fromkeys([*train, *val])}
     for name in sorted(known - set(found)):
-        for key in draft.below(f"custom_envs.{name}."):
-            whole = f"custom_envs.{name}.{key}"
-            draft.skip(whole, draft.source[whole], "not among the tags of training or validation")
+        unused = [key for key in draft.source if key.startswith(f"custom_envs.{name}.")]
+        draft.skip_rest(unused, "not among the tags of training or validation")
     tags = [tag for tag in found.values() if tag is not None]
     if draft.problems:
         return []
@@ -56,10 +55,6 @@ def environments(draft: Draft) -> list[EnvTag]:
     return trained
 
 
-def _tags(draft: Draft, manager: str) -> list[str]:
-    return names(draft.source.get(f"{manager}.tags"))
-
-
 def _tag(draft: Draft, name: str, known: set[str]) -> EnvTag | None:
     if not NAME.fullmatch(name):
         draft.refuse("tags", name, "is no name for a source here. Use letters, digits, - and _.")
@@ -67,8 +62,7 @@ def _tag(draft: Draft, name: str, known: set[str]) -> EnvTag | None:
     own = draft.below(f"custom_envs.{name}.")
     tag = EnvTag(draft, name, own)
     if not own:
-        written = draft.source.get(f"custom_envs.{name}")
-        if written is not None:
+        if (written := draft.source.get(f"custom_envs.{name}")) is not None:
             why = "leads nowhere. Give the file that defines it: one of its defaults, or one before this one."
             draft.refuse(f"custom_envs.{name}", written, why)
         else:
@@ -80,7 +74,7 @@ def _tag(draft: Draft, name: str, known: set[str]) -> EnvTag | None:
     _agent(tag)
     _limits(tag)
     for key, what in PROMPTS.items():
-        if own.get(key) is not None and what == "template" and _shows_history(own[key]):
+        if own.get(key) is not None and what == "template" and any(f"{{{name}}}" in str(own[key]) for name in HISTORY):
             tag.drop(key, "puts the last turns into one text, {history}: they are messages here, and shown anyway")
         elif own.get(key) is not None:
             tag.set(key, what, own[key])
@@ -90,10 +84,6 @@ def _tag(draft: Draft, name: str, known: set[str]) -> EnvTag | None:
             say = tag.skip if last in env_tags.UNREAD else tag.drop
             say(key, env_tags.UNREAD.get(last, "no counterpart in this environment"))
     return tag
-
-
-def _shows_history(template: object) -> bool:
-    return any(f"{{{name}}}" in str(template) for name in HISTORY)
 
 
 def _agent(tag: EnvTag) -> None:
@@ -113,16 +103,14 @@ def _agent(tag: EnvTag) -> None:
         return
     if runner:
         tag.set("agent_runner_cls", "agent", ours)
-        tag.set("env_manager_cls", "agent", ours)
-    elif "env_manager_cls" in tag.keys:
+    if runner or "env_manager_cls" in tag.keys:
         tag.set("env_manager_cls", "agent", ours)
     else:
         tag.default("env_manager_cls", "TrajEnvManager", "agent", ours)
     if ours == "step":
         why = "steps beside the present one, all of them, as messages; there in one text, and not all of them"
-        tag.set(
-            "history_length", "agent_args.history_length", max(int(tag.keys.get("history_length") or 1) - 1, 0), why
-        )
+        past = max(int(tag.keys.get("history_length") or 1) - 1, 0)
+        tag.set("history_length", "agent_args.history_length", past, why)
 
 
 def _limits(tag: EnvTag) -> None:
@@ -137,45 +125,33 @@ def _limits(tag: EnvTag) -> None:
 
 def _groups(draft: Draft) -> tuple[int, int]:
     """Tasks of a step, and episodes of each: the batch counts episodes there."""
-    size = draft.whole("train_env_manager.group_size", 1)
-    slots = draft.whole("train_env_manager.num_env_groups", 128)
+    at, ours = "train_env_manager.", "rollout.envs."
+    size, slots = draft.whole(f"{at}group_size", 1), draft.whole(f"{at}num_env_groups", 128)
     episodes = draft.whole("rollout_batch_size", slots * size)
     if episodes % size:
-        draft.refuse(
-            "rollout_batch_size",
-            episodes,
-            f"does not divide by train_env_manager.group_size={size}. Write {size * max(episodes // size, 1)}.",
-        )
+        fits = size * max(episodes // size, 1)
+        why = f"does not divide by train_env_manager.group_size={size}. Write {fits}."
+        draft.refuse("rollout_batch_size", episodes, why)
         return 1, size
     tasks = episodes // size
-    if "rollout_batch_size" in draft.source:
-        draft.set("rollout_batch_size", episodes, "rollout.envs.num_env_groups", tasks)
-    key = "train_env_manager.num_env_groups"
-    if key in draft.source:
-        draft.set(key, slots, "rollout.envs.num_env_groups", tasks, "" if slots == tasks else
-                  "tasks of a step, which follow from rollout_batch_size and group_size")  # fmt: skip
-    if "train_env_manager.group_size" in draft.source:
-        draft.set("train_env_manager.group_size", size, "rollout.envs.group_size", size)
-    draft.settings |= {"rollout.envs.num_env_groups": tasks, "rollout.envs.group_size": size}
-    spare = draft.whole("train_env_manager.group_size_redundancy", 0)
+    draft.settings |= {f"{ours}num_env_groups": tasks, f"{ours}group_size": size}
+    why = "" if slots == tasks else "tasks of a step, which follow from rollout_batch_size and group_size"
+    draft.say("rollout_batch_size", episodes, f"{ours}num_env_groups", tasks)
+    draft.say(f"{at}num_env_groups", slots, f"{ours}num_env_groups", tasks, why)
+    draft.say(f"{at}group_size", size, f"{ours}group_size", size)
+    spare = draft.whole(f"{at}group_size_redundancy", 0)
     if spare:
-        draft.set("train_env_manager.group_size_redundancy", spare, "rollout.redundancy", spare)
-    draft.default(
-        "all environments play at once", slots * (size + spare), "rollout.concurrency", slots * (size + spare)
-    )
+        draft.set(f"{at}group_size_redundancy", spare, "rollout.redundancy", spare)
+    at_once = slots * (size + spare)
+    draft.default("all environments play at once", at_once, "rollout.concurrency", at_once)
     return tasks, size
 
 
 def divided(draft: Draft, manager: str, count: int, tasks: int) -> list[int]:
-    """Tasks of each tag: its groups, or in the same shares where there are more or fewer tasks than groups.
-
-    Example:
-        divided(draft, "train_env_manager", 2, 8)      # num_groups_partition: [12, 4] -> [6, 2]
-    """
+    """Tasks of each tag: its groups, or in the same shares where there are more or fewer tasks than groups."""
     partition = draft.source.get(f"{manager}.num_groups_partition")
-    shares = (
-        [int(part) for part in partition] if isinstance(partition, list) and len(partition) == count else [1] * count
-    )
+    given = isinstance(partition, list) and len(partition) == count
+    shares = [int(part) for part in partition] if given else [1] * count
     total = sum(shares) or 1
     whole = [share * tasks // total for share in shares]
     by_rest = sorted(range(count), key=lambda i: -(shares[i] * tasks / total - whole[i]))
@@ -186,12 +162,10 @@ def divided(draft: Draft, manager: str, count: int, tasks: int) -> list[int]:
 
 def _partition(draft: Draft, manager: str, path: str, whole: list[int]) -> None:
     key = f"{manager}.num_groups_partition"
-    partition = draft.source.get(key)
     draft.settings[path] = whole
-    if partition is not None:
-        draft.set(
-            key, partition, path, whole, "" if whole == partition else "in the same shares of the tasks there are"
-        )
+    if (partition := draft.source.get(key)) is not None:
+        why = "" if whole == partition else "in the same shares of the tasks there are"
+        draft.set(key, partition, path, whole, why)
 
 
 def _as_tags(draft: Draft, tags: list[EnvTag], train: list[str], val: list[str], groups: tuple[int, int]) -> None:
@@ -218,18 +192,16 @@ def _workers(draft: Draft) -> None:
     key = "train_env_manager.max_env_num_per_worker"
     most = draft.source.get(key)
     if isinstance(most, int) and most > 1:
-        draft.set(key, most, "rollout.envs.max_env_num_per_worker", most,
-                  "of one process; leave it and rollout.workers out for the event loop, which is faster")  # fmt: skip
+        why = "of one process; leave it and rollout.workers out for the event loop, which is faster"
+        draft.set(key, most, "rollout.envs.max_env_num_per_worker", most, why)
         draft.settings["rollout.workers"] = "process"
-    elif key in draft.source:
-        draft.skip(key, most, "environments share nothing here, wherever they run: rollout.workers")
+    draft.skip_rest([key], "environments share nothing here, wherever they run: rollout.workers")
 
 
 def _validation(draft: Draft, val: list[str]) -> None:
     """Held-out tasks by tag. A group of validation is a task, played as often as the batch asks for."""
     at = "val_env_manager."
-    size = draft.whole(f"{at}group_size", 1)
-    slots = draft.whole(f"{at}num_env_groups", 128)
+    size, slots = draft.whole(f"{at}group_size", 1), draft.whole(f"{at}num_env_groups", 128)
     batch = draft.whole("val_batch_size", slots * size)
     if not val:
         draft.default("val_env_manager.tags", None, "evaluation.tasks", 0)
@@ -275,7 +247,6 @@ def _as_sources(draft: Draft, tags: list[EnvTag], train: list[str], groups: tupl
     for key in ("tags", "num_groups_partition", "num_env_groups", "group_size"):
         if f"val_env_manager.{key}" in draft.source:
             draft.drop(f"val_env_manager.{key}", draft.source[f"val_env_manager.{key}"], held)
+    rest = [f"train_env_manager.{key}" for key in ("tags", "num_groups_partition", "max_env_num_per_worker")]
     why = "the shares are ratios of sources, and one alone has the whole batch; rows need no worker"
-    for key in ("tags", "num_groups_partition", "max_env_num_per_worker"):
-        if f"train_env_manager.{key}" in draft.source and f"train_env_manager.{key}" not in draft.accounted():
-            draft.skip(f"train_env_manager.{key}", draft.source[f"train_env_manager.{key}"], why)
+    draft.skip_rest(rest, why)
