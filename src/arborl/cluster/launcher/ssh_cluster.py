@@ -83,24 +83,22 @@ class SshCluster:
         self.require_secrets()
         chosen = None if name is None else self.spec.host(name)
         answers_by_host = self._inspect(self.spec.hosts)
-        if isinstance(head := answers_by_host[self.spec.head.address], HostError):
-            raise ConfigError(str(head))
-        if chosen is not None and isinstance(error := answers_by_host[chosen.address], HostError):
-            raise ConfigError(str(error))
+        for host in (self.spec.head, chosen or self.spec.head):
+            if isinstance(error := answers_by_host[host.address], HostError):
+                raise ConfigError(str(error))
         seen = {address: answer for address, answer in answers_by_host.items() if not isinstance(answer, HostError)}
         reached = [host for host in self.spec.hosts if host.address in seen]
         self._check(seen)
         if chosen is self.spec.head:
             targets = reached
         elif chosen is not None:
-            targets = [chosen, *([] if head["state"] == "up" else [self.spec.head])]
+            targets = [chosen, *([] if seen[self.spec.head.address]["state"] == "up" else [self.spec.head])]
         else:
             lost = {host.address for host in self._host_states(answers_by_host)[0] if host.state != "up"}
             targets = [host for host in reached if host.address in lost or not self._is_member(host, seen)]
         if self.spec.head in targets:
             targets = reached  # a new head has no state: its workers join again
-        stopped = self.hosts.each(targets, self._stop)
-        _all(stopped)
+        _all(self.hosts.each(targets, self._stop))
         for host in targets:
             if seen[host.address]["state"] != "none":
                 self.report(f"{host.address}: {'stopped' if seen[host.address]['state'] == 'up' else 'was down'}")
@@ -133,20 +131,18 @@ class SshCluster:
             where, python, versions = host.address, self.spec.python_of(host), about["versions"]
             missing = [name for name in ("ray", "arborl") if not versions[name]]
             if missing or (host is self.spec.head and not about["dashboard"]):
-                what = " and ".join(missing) or "Ray's dashboard"
-                wrong.append(
-                    f"{where}: {what} not installed for {python}. There: {python} -m pip install 'arborl[ray]'."
-                )
+                what, advice = " and ".join(missing) or "Ray's dashboard", f"{python} -m pip install 'arborl[ray]'"
+                wrong.append(f"{where}: {what} not installed for {python}. There: {advice}.")
                 continue
-            others = [
-                f"{name} {versions[name] or 'none'}" for name in versions if versions[name] != first["versions"][name]
-            ]
-            if others:
-                theirs = ", ".join(f"{name} {first['versions'][name] or 'none'}" for name in versions
-                                   if versions[name] != first["versions"][name])  # fmt: skip
+            differ = [name for name in versions if versions[name] != first["versions"][name]]
+            if differ:
+                here, there = (
+                    ", ".join(f"{name} {some[name] or 'none'}" for name in differ)
+                    for some in (versions, first["versions"])
+                )
                 wrong.append(
-                    f"{where}: has {', '.join(others)}, and {first_name} has {theirs}. Install the same versions on "
-                    "all hosts, or write `python: …` of one that has them."
+                    f"{where}: has {here}, and {first_name} has {there}. Install the same versions on all hosts, or "
+                    "write `python: …` of one that has them."
                 )
             num_gpus = self.spec.resource(host, "num_gpus")
             if num_gpus is not None and num_gpus > about["gpus"]:
