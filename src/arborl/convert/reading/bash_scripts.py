@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from arborl.convert.reading.bash_words import NAME, ShellExpander, ShellLexer, ShellToken, ShellValue
+from arborl.convert.reading.bash_words import NAME, ShellExpander, ShellToken, ShellValue, tokens
 from arborl.errors import ConfigError
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[(\w+)\])?(\+?)=(.*)", re.DOTALL)
@@ -43,7 +43,7 @@ def read_shell(text: str, where: str) -> ShellScript:
     """The commands and variables of a script."""
     script = ShellScript()
     try:
-        _Walk(ShellLexer(text, where).tokens(), script, where, [], {}).all()
+        _Walk(list(tokens(text, where)), script, where, [], {}).all()
     except RecursionError as error:
         raise ConfigError(f"{where}: cannot read quotes and brackets so deep within one another.") from error
     return script
@@ -265,8 +265,8 @@ class _Walk:
         variables[name] = value
 
     def _array(self, inner: str) -> list[str]:
-        tokens = ShellLexer(inner, self.where).tokens()
-        return [one for token in tokens if token.kind == "word" for one in self.expander.fields(token.text)]
+        words = (token.text for token in tokens(inner, self.where) if token.kind == "word")
+        return [one for word in words for one in self.expander.fields(word)]
 
     def _call(self, words: list[str]) -> None:
         if self.depth >= DEEPEST:
