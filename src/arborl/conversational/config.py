@@ -30,6 +30,13 @@ ATTENTION = {"eager": "dense", "flex_attention": "kernel"}
 Tracker = Literal["none", "tensorboard", "wandb", "mlflow"]
 
 
+def check_counts(owner: str, **counts: Any) -> None:
+    """ConfigError for an argument that is not a whole number of at least 1."""
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{owner}, {name}={value!r}: must be a whole number >= 1.")
+
+
 class MutableConfig(Config):
     """Base of settings whose fields can be assigned. Every wrong value is a `ConfigError`, also on assignment."""
 
@@ -119,10 +126,8 @@ class AgentConfig(MutableConfig):
             raise ValueError(f"model_name={self.model_name} is a stub. Write use_stub_model=True too.")
         if self.use_stub_model and not (self.stub_responses and all(self.stub_responses)):
             raise ValueError("stub_responses: must contain at least one text, and no empty one.")
-        if (
-            not self.enable_context_compression
-            and {"compression_ratio", "compression_strategy"} & self.model_fields_set
-        ):
+        compression = {"compression_ratio", "compression_strategy"} & self.model_fields_set
+        if compression and not self.enable_context_compression:
             raise ValueError("compression_ratio and compression_strategy: write enable_context_compression=True too.")
         return self
 
@@ -329,12 +334,9 @@ class TrainingConfig(MutableConfig):
                 f"AgentConfig, torch_dtype={agent.torch_dtype} and TrainingConfig, {'bf16' if self.bf16 else 'fp16'}="
                 "True contradict each other. Leave one out."
             )
-        model: dict[str, Any] = {
-            "name": "seedling" if agent.use_stub_model else agent.model_name,
-            "dtype": dtype,
-            "device": agent.device_map,
-            "chat_template": agent.chat_template,
-        }
+        name = "seedling" if agent.use_stub_model else agent.model_name
+        model: dict[str, Any] = {"name": name, "dtype": dtype, "device": agent.device_map}
+        model["chat_template"] = agent.chat_template
         if self.use_lora:
             target = list(self.lora_target_modules or ("all-linear",))
             model["lora"] = {

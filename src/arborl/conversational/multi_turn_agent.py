@@ -20,7 +20,7 @@ from arborl.agents.context.managed_conversation import ContextPolicy, ManagedCon
 from arborl.chat import Renderer
 from arborl.chat.messages import read_messages
 from arborl.checkpoint import check_model
-from arborl.conversational.config import AgentConfig
+from arborl.conversational.config import AgentConfig, check_counts
 from arborl.envs.env import Env
 from arborl.errors import ConfigError
 from arborl.models.model_files import resolve
@@ -57,10 +57,8 @@ class ModelConversation:
             return await self.model.chat(messages)
         if self.talk is None or not self.is_continued_by(messages):
             opening = next((i for i, message in enumerate(messages) if message.role == "assistant"), len(messages))
-            self.talk, self.messages = (
-                ManagedConversation(self.model, messages[:opening], self.policy),
-                tuple(messages[:opening]),
-            )
+            self.messages = tuple(messages[:opening])
+            self.talk = ManagedConversation(self.model, self.messages, self.policy)
         for message in messages[len(self.messages) :]:
             if message.role == "assistant":
                 self.talk.add(message)
@@ -125,22 +123,14 @@ class LoadedPolicy:
         renderer, context = Renderer.from_folder(folder, chat_template=config.chat_template), config.context_length
         model = load_model(folder, config.dtype, config.device_map)
         engine = LocalEngine(model, context, decode=renderer.tokenizer.decode)
-        sampling = Sampling(
-            config.max_new_tokens,
-            config.temperature,
-            stop=renderer.stop,
-            stop_texts=config.stop,
-            top_k=config.top_k,
-            top_p=config.top_p,
-        )
+        drawn: dict[str, Any] = {"stop_texts": config.stop, "top_k": config.top_k, "top_p": config.top_p}
+        sampling = Sampling(config.max_new_tokens, config.temperature, stop=renderer.stop, **drawn)
         return cls(engine, renderer, sampling, context, config.seed, config.compression_policy)
 
     async def reply(self, messages: Sequence[Message]) -> Message:
         known = [one for one in self._conversations if one.is_continued_by(messages)]
-        if known:
-            conversation = max(known, key=lambda one: len(one.messages))
-        else:
-            conversation = ModelConversation(self._recorder(), self.policy)
+        longest = max(known, key=lambda one: len(one.messages), default=None)
+        conversation = longest or ModelConversation(self._recorder(), self.policy)
         # Meanwhile no other call continues this conversation.
         self._conversations = [other for other in self._conversations if other is not conversation]
         try:
@@ -296,9 +286,7 @@ class ConversationMemory:
     """
 
     def __init__(self, max_turns: int = 100, summarization_threshold: int = 50):
-        for name, value in (("max_turns", max_turns), ("summarization_threshold", summarization_threshold)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"ConversationMemory, {name}={value!r}: must be a whole number >= 1. Write 50.")
+        check_counts("ConversationMemory", max_turns=max_turns, summarization_threshold=summarization_threshold)
         if summarization_threshold > max_turns:
             raise ConfigError(
                 f"ConversationMemory, summarization_threshold={summarization_threshold}: must be at most "

@@ -22,6 +22,7 @@ from arborl.chat import Renderer
 from arborl.config.load_config import is_text
 from arborl.config.run_config import RunConfig
 from arborl.config.training_config import LearnerConfig
+from arborl.conversational.config import check_counts
 from arborl.conversational.environment import MultiTurnTrajectory
 from arborl.data.reading.row_reader import OfflineRowReader, messages_of_cell
 from arborl.data.reading.table_files import open_table
@@ -94,10 +95,8 @@ class NeuralRewardTrainer:
     ):
         if learning_rate is not None and finite(learning_rate, "learning_rate") <= 0:
             raise ConfigError(f"learning_rate={learning_rate}: must be a number above 0.")
-        counts = {"epochs": epochs, "batch_size": batch_size, "max_tokens": 1 if max_tokens is None else max_tokens}
-        for name, value in counts.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}={value!r}: must be a whole number >= 1.")
+        length = 1 if max_tokens is None else max_tokens
+        check_counts("NeuralRewardTrainer", epochs=epochs, batch_size=batch_size, max_tokens=length)
         if not 0 <= finite(validation, "validation") < 1:
             raise ConfigError(f"validation={validation}: must be a share from 0 to below 1.")
         if dtype not in DTYPES:
