@@ -162,10 +162,5 @@ def known(key: str, *values: Any) -> Condition:
     return lambda draft: draft.known(key) in values if values else draft.known(key)
 
 
-def given(key: str) -> Condition:
-    """Whether their files set `key`."""
-    return lambda draft: key in draft.source
-
-
 def together(draft: Draft, key: str, value: Any) -> None:
     """For keys that are read with others."""

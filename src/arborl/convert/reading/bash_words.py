@@ -210,8 +210,9 @@ class ShellExpander:
                 yield raw[begin + 1 : at - 1], False
             elif char == '"' and not quoted:
                 at = _end_of_value(raw, at, self.where)
-                inner = raw[begin + 1 : at - 1]
-                yield from self._pieces(inner, quoted=True) if inner else [("", False)]
+                if at - begin == 2:
+                    yield "", False
+                yield from self._pieces(raw[begin + 1 : at - 1], quoted=True)
             else:
                 plain = (QUOTED_TEXT if quoted else PLAIN_TEXT).match(raw, at)
                 assert plain is not None

@@ -137,11 +137,10 @@ def _sampling(draft: Draft, infer: str) -> None:
         learner.sampling(draft, "val_env_manager.generating_args.", "evaluation")
 
 
-def _teacher(draft: Draft) -> str | None:
-    """The teacher of on-policy distillation."""
-    if draft.below("student_train.") or draft.source.get("is_pure_opd"):
-        return draft.source.get("teacher.model_args.model_name_or_path")
-    return None
+def _teacher(draft: Draft) -> str:
+    """The teacher of on-policy distillation; empty without one."""
+    distills = draft.below("student_train.") or draft.source.get("is_pure_opd")
+    return str(draft.source.get("teacher.model_args.model_name_or_path") or "") if distills else ""
 
 
 def teacher(draft: Draft) -> bool:
