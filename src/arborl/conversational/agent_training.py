@@ -243,7 +243,6 @@ class DistributedTrainer(MultiTurnGRPOTrainer):
 
 
 def gpu_count() -> int:
-    """Number of GPUs that torch can use."""
     import torch
 
     return torch.cuda.device_count()

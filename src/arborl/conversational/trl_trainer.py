@@ -155,7 +155,6 @@ class TRLRun:
             runner.run(self.parts.close())
 
     def write_model(self, folder: Path) -> None:
-        """Write the evaluated model, with adapters merged."""
         self.parts.model.save_pretrained(folder / "model")
         self.parts.save_tokenizer(folder / "model")
 
@@ -217,7 +216,6 @@ class TRLRun:
         return episodes
 
     async def evaluate(self, step: int) -> Metrics:
-        """Metrics on held-out scenarios with the engine's weights."""
         if self.run_config.evaluation.tasks == 0:
             return {}
         result = await self.parts.evaluator.measure()

@@ -28,8 +28,6 @@ DEFAULT_LOGS = ("ray.log", "raylet.out", "raylet.err", "gcs_server.out", "job-dr
 
 @dataclass(frozen=True, slots=True)
 class ClusterJob:
-    """A submitted job."""
-
     id: str
     status: str
     """Ray's: SUCCEEDED, FAILED, STOPPED; RUNNING if it was not waited for."""
@@ -83,7 +81,6 @@ def submit_job(
 
 
 def collect_files(folder: Path) -> dict[str, bytes]:
-    """Files below a folder, by relative path."""
     if not folder.is_dir():
         raise ConfigError(f"--working-dir {folder}: no such folder.")
     found, size = {}, 0

@@ -23,8 +23,6 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """State of one host."""
-
     address: str
     role: str
     state: str
@@ -38,8 +36,6 @@ class HostState:
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """State of the cluster."""
-
     name: str
     hosts: tuple[HostState, ...]
     jobs: tuple[Answer, ...]
@@ -220,7 +216,6 @@ class SshCluster:
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
     def _wait_for_nodes(self, workers: list[HostConfig], addresses: list[str]) -> None:
-        """Wait until the workers are nodes of the head."""
         request: dict[str, Any] = {"await": addresses, "seconds_to_start": self.spec.seconds}
         found = self.hosts.ask(self.spec.head, "nodes", seconds=self.spec.seconds + 60, **request)
         by_ip = dict(zip(addresses, workers, strict=True))

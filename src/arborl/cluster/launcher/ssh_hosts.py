@@ -46,8 +46,6 @@ class HostError(ConfigError):
 
 
 class SshHosts:
-    """The hosts of a cluster."""
-
     def __init__(self, spec: ClusterSpec, secrets: Mapping[str, str] | None = None):
         self.spec, self.open = spec, set[subprocess.Popen[str]]()
         self.veil = SecretRedactor({name: {"secret": value} for name, value in (secrets or {}).items()})
@@ -142,7 +140,6 @@ class SshHosts:
         return None
 
     def _veiled(self, what: Any) -> Any:
-        """A copy without secrets."""
         if isinstance(what, dict):
             return {name: self._veiled(value) for name, value in what.items()}
         if isinstance(what, list):
@@ -150,7 +147,6 @@ class SshHosts:
         return self.veil(what) if isinstance(what, str) else what
 
     def _failed(self, host: HostConfig, code: int, stderr: str) -> HostError:
-        """The error of a failed ssh command."""
         python, where = self.spec.python_of(host), host.address
         last = stderr.splitlines()[-1].rstrip(".") if stderr else f"ssh ended with code {code}"
         if code in (NOT_FOUND, NOT_EXECUTABLE):

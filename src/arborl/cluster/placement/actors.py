@@ -72,8 +72,6 @@ class ActorInfo:
 
 
 class ClusterActor:
-    """Base class."""
-
     def __init__(self, paths: Sequence[str], allow_unsafe: bool):
         from arborl import sandbox
 
@@ -92,8 +90,6 @@ class ClusterActor:
 
 @dataclass(slots=True)
 class MonitoredActor:
-    """An actor and its pending call."""
-
     actor: Any
     call: Any
     """`info` first, then `heartbeat`."""

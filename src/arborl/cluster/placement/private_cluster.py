@@ -87,7 +87,6 @@ def reread_environment() -> None:
 
 
 def uses_token() -> bool:
-    """Whether this process uses token authentication."""
     try:
         raylet: Any = importlib.import_module("ray._raylet")
         return bool(raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN)

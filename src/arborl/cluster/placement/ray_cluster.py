@@ -46,8 +46,6 @@ Actor = Any
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
-    """A host of the cluster."""
-
     id: str
     address: str
     cpus: float
@@ -56,8 +54,6 @@ class ClusterNode:
 
 @dataclass(frozen=True, slots=True)
 class GpuSlot:
-    """One GPU of the cluster."""
-
     node: ClusterNode
     index: int
     """On its node."""
@@ -292,7 +288,6 @@ class RayCluster:
         return actor
 
     def stop(self, actor: Actor) -> None:
-        """Kill an actor."""
         with self.lock:
             self.started = [other for other in self.started if other is not actor]
         self.monitor.remove(actor)
@@ -322,7 +317,6 @@ class RayCluster:
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """Versions of the driver."""
         return versions()
 
 

@@ -149,8 +149,6 @@ def _decoder(files: Mapping[str, bytes]) -> Any:
 
 @dataclass(eq=False, slots=True)
 class EngineReplica(Replica):
-    """One engine of the cluster."""
-
     gpu: GpuSlot | None = None
     sharing: int = 1
     """Engines on its GPU."""
@@ -170,8 +168,6 @@ class EngineReplica(Replica):
 
 
 class RayEngine(Engine):
-    """Several engines."""
-
     follows_weights = verifies_weights = True
     shares_weights = False
 
@@ -433,5 +429,4 @@ def as_tensors(arrays: WeightArrays) -> dict[str, Tensor]:
 
 
 def weight_bytes(weights: Mapping[str, Tensor]) -> int:
-    """Size of the weights in bytes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())

@@ -35,8 +35,6 @@ class RankActor(ClusterActor):
 
 
 class RankActors:
-    """Launcher of the ranks."""
-
     def __init__(self, cluster: RayCluster, gpus: Sequence[GpuSlot | None]):
         self.cluster, self.gpus = cluster, gpus
         self.host: str = cluster.ray.util.get_node_ip_address()

@@ -30,8 +30,6 @@ class ShellCommand:
 
 @dataclass(slots=True)
 class ShellScript:
-    """Commands and variables of a script."""
-
     commands: list[ShellCommand] = field(default_factory=list)
     variables: dict[str, ShellValue] = field(default_factory=dict)
     statements: int = 0
@@ -39,7 +37,6 @@ class ShellScript:
 
 
 def read_shell(text: str, where: str) -> ShellScript:
-    """The commands and variables of a script."""
     script = ShellScript()
     try:
         _Walk(list(tokens(text, where)), script, where, [], {}).all()
@@ -286,7 +283,6 @@ def decided(tokens: Sequence[ShellToken], expander: ShellExpander) -> bool | Non
 
 
 def _compared(words: list[str]) -> bool | None:
-    """One comparison."""
     if words and words[0] == "!":
         inner = _compared(words[1:])
         return None if inner is None else not inner

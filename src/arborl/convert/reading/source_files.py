@@ -31,8 +31,6 @@ MAX_MISSING = 20
 
 @dataclass(slots=True)
 class SourceKeys:
-    """Keys and values of all files."""
-
     keys: dict[str, Any] = field(default_factory=dict)
     """Dotted, each with its value; lists are values."""
     variables: dict[str, Any] = field(default_factory=dict)

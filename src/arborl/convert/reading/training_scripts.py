@@ -22,8 +22,6 @@ MODULE = "--module"
 
 @dataclass(slots=True)
 class ScriptSettings:
-    """Settings of a script or an override list."""
-
     settings: dict[str, Any] = field(default_factory=dict)
     """Dotted keys with their values; under `--config-name` a configuration that is not found near the script."""
     removed: list[str] = field(default_factory=list)
@@ -35,7 +33,6 @@ class ScriptSettings:
 
 
 def read(path: Path) -> ScriptSettings:
-    """Settings of a script."""
     found = read_script(read_text(path), str(path))
     named, folder = found.settings.get("--config-name"), found.settings.get("--config-path")
     file = near(path, f"{folder}/{named}" if folder else str(named)) if named is not None else None
@@ -46,7 +43,6 @@ def read(path: Path) -> ScriptSettings:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file.")
     try:

@@ -17,7 +17,6 @@ NORMALISATION = tuple(
 
 
 def estimator(draft: Draft, steps: bool, rows: bool) -> None:
-    """The advantage."""
     chosen = draft.source.get("adv_estimator", "gae")
     if chosen not in ESTIMATORS:
         draft.refuse("adv_estimator", chosen, f"no such estimator in ROLL. Write one of {', '.join(ESTIMATORS)}.")

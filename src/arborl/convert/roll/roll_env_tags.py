@@ -25,11 +25,9 @@ class EnvTag:
 
     @property
     def at(self) -> str:
-        """Prefix of its keys."""
         return f"custom_envs.{self.name}."
 
     def kept(self, what: str) -> str:
-        """Where `what` is kept."""
         return f"@{self.name}|{what}"
 
     def set(self, key: str, what: str, ours: Any, why: str = "") -> None:
@@ -193,7 +191,6 @@ SIGNS = tuple(f"env_config.{name}" for name in ("grid_lookup", "grid_vocab", "ac
 
 
 def _room(tag: EnvTag) -> bool:
-    """Sokoban's room."""
     key = "env_config.dim_room"
     room = tag.keys.get(key, [10, 10])
     if not isinstance(room, list) or len(set(room)) != 1:

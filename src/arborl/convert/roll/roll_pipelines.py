@@ -92,7 +92,6 @@ def _begin(draft: Draft) -> tuple[str, str]:
 
 
 def _train(draft: Draft, train: str, tasks: int, size: int, steps: bool, rows: bool) -> None:
-    """Advantage, loss, optimizer and minibatches."""
     if teacher(draft):
         algorithm.aggregation(draft, steps)
     else:

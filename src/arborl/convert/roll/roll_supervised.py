@@ -19,7 +19,6 @@ def save_interval(draft: Draft) -> None:
 
 
 def sft(draft: Draft) -> None:
-    """Supervised fine-tuning."""
     _learn(draft, "sft_train", "pretrain", "sft")
     _prompt_column(draft)
     draft.put("response_key", "output", "data.fields.completion")
@@ -32,7 +31,6 @@ def sft(draft: Draft) -> None:
 
 
 def dpo(draft: Draft) -> None:
-    """Preference pairs."""
     name = "ipo" if draft.source.get("ipo") else "dpo"
     _learn(draft, "actor_train", "pretrain", name)
     if "ipo" in draft.source:
@@ -48,7 +46,6 @@ def dpo(draft: Draft) -> None:
 
 
 def distill(draft: Draft) -> None:
-    """Distillation from a teacher."""
     _learn(draft, "student", "student_pretrain", "distill")
     if VISION_MODEL.search(str(draft.source.get("student_pretrain"))):
         draft.refuse("student_pretrain", draft.source["student_pretrain"], "Arbor trains text models only.")
@@ -81,7 +78,6 @@ def _prompt_column(draft: Draft) -> None:
 
 
 def _learn(draft: Draft, role: str, model: str, name: str) -> None:
-    """Model, rows, optimizer and batch size."""
     draft.settings["algorithm.name"] = name
     learner.model(draft, role, model)
     draft.put("sequence_length", draft.whole("sequence_length", 8192), "sampling.max_context")

@@ -21,7 +21,6 @@ class RequestRefused(Exception):
 
 
 def send(**what):
-    """Send one line to the caller."""
     sys.stdout.write(MARK + json.dumps(what) + "\n")
     sys.stdout.flush()
 
@@ -34,8 +33,6 @@ def pause(seconds):
 
 
 class ClusterFolder:
-    """The cluster's folder on this host."""
-
     def __init__(self, request):
         self.path, self.cluster = request["folder"], request["cluster"]
         self.record_file = os.path.join(self.path, "record.json")
@@ -92,7 +89,6 @@ class ClusterFolder:
             time.sleep(0.1)
 
     def ended(self):
-        """Why Ray ended."""
         lines = [line for line in last_lines(self.log, 50) if line.startswith(ENDED)]
         return lines[-1][len(ENDED) + 1 :] if lines else "Its processes were killed, or the host was."
 

@@ -59,7 +59,6 @@ def count_gpus():
 
 
 def host_address(request):
-    """This host's address within the cluster."""
     if request.get("ip"):
         return request["ip"]
     if request["role"] == "worker":
@@ -205,7 +204,6 @@ def await_ready(folder, until, seconds):
 
 
 def stop(request):
-    """End Ray on this host and remove the cluster's folder."""
     folder = ClusterFolder(request)
     if not folder.record():
         if os.path.isdir(folder.path):
@@ -261,7 +259,6 @@ VERBS = {
 
 
 def main(request):
-    """Answer one request."""
     try:
         send(answer=VERBS[request["verb"]](request))
     except RequestRefused as error:
