@@ -16,8 +16,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from arborl.config.load_config import MAX_DEPTH, bounded_yaml, check_yaml
-from arborl.convert.reading.hydra_overrides import overrides
-from arborl.convert.reading.training_scripts import ScriptSettings, near, read, read_text
+from arborl.convert.reading.training_scripts import ScriptSettings, near, overrides, read, read_text
 from arborl.errors import ConfigError
 
 YAML = (".yaml", ".yml")

@@ -44,12 +44,25 @@ LOGS = idle("every episode is written to the run's folder")
 PICTURE = refuse("rows with pictures: models that see are not trained here. Give rows of text, and a model of text.")
 FILTER = when(known("algorithm.filter_groups.enable"), losses.group_filter, "no groups are filtered")
 KL_REWARD = when(known("algorithm.use_kl_in_reward"), losses.kl_reward, "not read without use_kl_in_reward")
+WITH_KL_LOSS = idle("a KL penalty in the loss; see kl_loss_coef and kl_loss_type")
+WITHOUT_KL_LOSS = "no KL penalty in the loss, as here without algorithm.kl.coef"
+KL_TYPE = choice("algorithm.kl.estimator", losses.KL, "Write low_var_kl, kl, abs or mse.")
+GRPO, DYNAMIC = known("algorithm.adv_estimator", "grpo", "grpo_vectorized"), known(f"{A}use_dynamic_bsz")
+DECAYED = "all weights there; here matrices, not norms and biases"
 HAS_LORA, WITHOUT_LORA = known(f"{M}lora_rank"), "read with a lora_rank above 0 only"
 MASTER = {name: "float32" if dtype == "float32" else "none" for name, dtype in rules.DTYPES.items()}
 PLACEMENT = "the model is trained in one process; nothing is sharded or off-loaded"
 CLUSTER = "one machine is used; there is nothing to say about nodes and GPUs"
 SPEED = "changes speed or memory, and no result"
 SCORES = "rewards are functions, named in rewards"
+
+
+def is_vanilla(draft: Draft) -> bool:
+    return losses.loss(draft) == "ppo"
+
+
+def has_no_grad_clip(draft: Draft) -> bool:
+    return f"{A}grad_clip" not in draft.source
 
 
 def source_agent(draft: Draft, key: str, value: Any) -> None:
@@ -99,14 +112,7 @@ ROWS: dict[str, Rule | tuple[Rule, Any]] = {
     "data.mixed_dataset.enabled": idle("sources are mixed as soon as there are some"),
     "data.mixed_dataset.tolerance": idle("shares are exact; `arborl data mix` shows them"),
     "algorithm.adv_estimator": (losses.estimator, "gae"),
-    "algorithm.norm_adv_by_std_in_grpo": (
-        when(
-            known("algorithm.adv_estimator", "grpo", "grpo_vectorized"),
-            losses.by_std,
-            "read with adv_estimator=grpo only",
-        ),
-        True,
-    ),
+    "algorithm.norm_adv_by_std_in_grpo": (when(GRPO, losses.by_std, "read with adv_estimator=grpo only"), True),
     "algorithm.gamma": (losses.gamma, 1.0),
     "algorithm.lam": (when(GAE, num("algorithm.gae_lambda"), "read with adv_estimator=gae only"), 1.0),
     "algorithm.use_kl_in_reward": (idle("see algorithm.kl_ctrl.kl_coef"), False),
@@ -137,45 +143,22 @@ ROWS: dict[str, Rule | tuple[Rule, Any]] = {
     f"{A}clip_ratio": (losses.clip, 0.2),
     f"{A}clip_ratio_low": (losses.clip_side("low"), 0.2),
     f"{A}clip_ratio_high": (losses.clip_side("high"), 0.2),
-    f"{A}clip_ratio_c": (
-        when(lambda draft: losses.loss(draft) == "ppo", num("algorithm.dual_clip"), "read with loss_mode=vanilla only"),
-        3.0,
-    ),
+    f"{A}clip_ratio_c": (when(is_vanilla, num("algorithm.dual_clip"), "read with loss_mode=vanilla only"), 3.0),
     f"{A}tau_pos": (when(SAPO, num("algorithm.tau_positive"), "read with loss_mode=sapo only"), 1.0),
     f"{A}tau_neg": (when(SAPO, num("algorithm.tau_negative"), "read with loss_mode=sapo only"), 1.05),
     f"{A}entropy_coeff": (num("algorithm.entropy_coef"), 0),
-    f"{A}use_kl_loss": (
-        when(
-            KL_LOSS,
-            idle("a KL penalty in the loss; see kl_loss_coef and kl_loss_type"),
-            "no KL penalty in the loss, as here without algorithm.kl.coef",
-        ),
-        False,
-    ),
+    f"{A}use_kl_loss": (when(KL_LOSS, WITH_KL_LOSS, WITHOUT_KL_LOSS), False),
     f"{A}kl_loss_coef": (when(KL_LOSS, num("algorithm.kl.coef"), "not read without use_kl_loss"), 0.001),
-    f"{A}kl_loss_type": (
-        when(
-            KL_LOSS,
-            choice("algorithm.kl.estimator", losses.KL, "Write low_var_kl, kl, abs or mse."),
-            "not read without use_kl_loss",
-        ),
-        "low_var_kl",
-    ),
+    f"{A}kl_loss_type": (when(KL_LOSS, KL_TYPE, "not read without use_kl_loss"), "low_var_kl"),
     f"{A}ppo_epochs": (num("learner.epochs"), 1),
     f"{A}ppo_mini_batch_size": (rules.minibatch, 256),
     f"{A}ppo_max_token_len_per_gpu": when(
-        known(f"{A}use_dynamic_bsz"),
-        num("learner.micro_batch_tokens"),
-        "read with use_dynamic_bsz only; it changes memory, and no result",
+        DYNAMIC, num("learner.micro_batch_tokens"), "read with use_dynamic_bsz only; it changes memory, and no result"
     ),
     f"{A}use_dynamic_bsz": idle(MICRO),
     f"{A}shuffle": unless(False, "minibatches are in the order of the batch"),
     f"{A}grad_clip": (num("learner.max_grad_norm"), 1.0),
-    f"{A}optim.clip_grad": when(
-        lambda draft: f"{A}grad_clip" not in draft.source,
-        num("learner.max_grad_norm"),
-        "actor.grad_clip is read in its place",
-    ),
+    f"{A}optim.clip_grad": when(has_no_grad_clip, num("learner.max_grad_norm"), "actor.grad_clip is read in its place"),
     f"{A}optim.lr": (num("learner.lr"), 1e-6),
     f"{A}optim.lr_warmup_steps": (rules.warmup, -1),
     f"{A}optim.lr_warmup_steps_ratio": (rules.warmup_share, 0.0),
@@ -183,19 +166,13 @@ ROWS: dict[str, Rule | tuple[Rule, Any]] = {
     f"{A}optim.warmup_style": rules.schedule,
     f"{A}optim.lr_decay_style": rules.schedule,
     f"{A}optim.min_lr_ratio": (rules.lowest_rate, 0.0),
-    f"{A}optim.weight_decay": (
-        num("learner.weight_decay", why="all weights there; here matrices, not norms and biases"),
-        0.01,
-    ),
+    f"{A}optim.weight_decay": (num("learner.weight_decay", why=DECAYED), 0.01),
     f"{A}optim.betas": (rules.betas, [0.9, 0.999]),
     f"{A}optim.num_cycles": unless(0.5, "a cosine comes down once"),
     f"{A}optim.total_training_steps": idle("known from the length of the run"),
     f"{A}optim.optimizer": unless(("AdamW", "adam", "adamw", "Adam"), "the optimiser is AdamW"),
     f"{A}optim.optimizer_impl": unless("torch.optim", "the optimiser is torch's AdamW"),
-    f"{A}fsdp_config.dtype": (
-        choice("model.dtype", rules.DTYPES, "Write bfloat16, float16 or float32."),
-        "bfloat16",
-    ),
+    f"{A}fsdp_config.dtype": (choice("model.dtype", rules.DTYPES, "Write bfloat16, float16 or float32."), "bfloat16"),
     f"{A}fsdp_config.model_dtype": (choice("learner.master", MASTER, "Write fp32 or bf16."), "fp32"),
     f"{M}path": (text("model.name"), "~/models/deepseek-llm-7b-chat"),
     f"{M}lora_adapter_path": text("model.name", "a folder of adapters knows its base, and they go on being trained"),
