@@ -128,7 +128,7 @@ class NeuralRewardTrainer:
         return NeuralReward(folder.absolute(), device=self.device, dtype=self.dtype)
 
     def _train(self, stop: threading.Event) -> Path:
-        from arborl.learner.core.pairwise import UNINFORMED_LOSS, PairLearner, fit
+        from arborl.learner.core.pairwise import UNINFORMED_LOSS, PairLearner
         from arborl.models.output_heads import SequenceScorer
         from arborl.training_run.run_folder import claimed
 
@@ -140,16 +140,46 @@ class NeuralRewardTrainer:
         with claimed(config, resuming=False) as folder:
             steps = self.epochs * math.ceil(len(training) / self.batch_size)
             learner = PairLearner(SequenceScorer(source, self.dtype, self.device, begin=True), self.config, steps)
-            with _Progress(self, len(training), len(held), stop) as progress:
-                sizes = (self.epochs, self.batch_size, self.seed)
-                best = fit(learner, training, held, *sizes, progress.step, progress.epoch)
-                progress.check()
+            best = self._fit(learner, training, held, stop)
             if best.get("loss", 0.0) >= UNINFORMED_LOSS:
                 log.warning("the reward model is not better than chance on held-out pairs")
             scale, shift = self._scale(learner, training)
             record = RewardModelRecord(scale, shift, max_tokens, best.get("accuracy"), tuple(self.history))
             _save(folder, learner, source, renderer, record)
             return folder
+
+    def _fit(
+        self, learner: PairLearner, training: list[TextPair], held: list[TextPair], stop: threading.Event
+    ) -> EpochMetrics:
+        """Train, with a printed line per epoch; `_Cancelled` once `stop` is set."""
+        from arborl.learner.core.pairwise import fit
+
+        console, start = Console(quiet=not self.progress), time.monotonic()
+        self.history = []
+
+        def say(text: str) -> None:
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+        def check() -> None:
+            if stop.is_set():
+                raise _Cancelled
+
+        def on_step(epoch: int, pairs: int) -> None:
+            check()
+            status.update(f"epoch {epoch}/{self.epochs}, pair {pairs}/{len(training)}")
+
+        def on_epoch(row: EpochMetrics) -> None:
+            self.history.append(row)
+            measured = f"  held out: loss {row['loss']:.3f}  accuracy {row['accuracy']:.1%}" if "loss" in row else ""
+            text = f"epoch {row['epoch']:g}/{self.epochs}  loss {row['train_loss']:.3f}{measured}"
+            say(f"{text}  {time.monotonic() - start:.0f} s")
+
+        pairs = f"{len(training)} pairs" + (f", {len(held)} held out" if held else "")
+        say(f"reward model: training {self.model_name} on {pairs}")
+        with console.status("") as status:
+            best = fit(learner, training, held, self.epochs, self.batch_size, self.seed, on_step, on_epoch)
+            check()
+        return best
 
     def _max_tokens(self, source: Path) -> int:
         model = read_model_config(source)
@@ -205,43 +235,6 @@ class NeuralRewardTrainer:
 
 class _Cancelled(Exception):
     """The training was cancelled."""
-
-
-class _Progress:
-    """Prints the progress of training and checks for cancellation."""
-
-    def __init__(self, trainer: NeuralRewardTrainer, training: int, held: int, stop: threading.Event):
-        self.trainer, self.training, self.held, self.stop = trainer, training, held, stop
-        self.console = Console(quiet=not trainer.progress)
-        self.status = self.console.status("")
-
-    def __enter__(self) -> _Progress:
-        self.trainer.history, self.start = [], time.monotonic()
-        held = f", {self.held} held out" if self.held else ""
-        self._print(f"reward model: training {self.trainer.model_name} on {self.training} pairs{held}")
-        self.status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.status.stop()
-
-    def check(self) -> None:
-        if self.stop.is_set():
-            raise _Cancelled
-
-    def step(self, epoch: int, pairs: int) -> None:
-        self.check()
-        self.status.update(f"epoch {epoch}/{self.trainer.epochs}, pair {pairs}/{self.training}")
-
-    def epoch(self, row: EpochMetrics) -> None:
-        self.trainer.history.append(row)
-        measured = f"  held out: loss {row['loss']:.3f}  accuracy {row['accuracy']:.1%}" if "loss" in row else ""
-        seconds = time.monotonic() - self.start
-        text = f"epoch {row['epoch']:g}/{self.trainer.epochs}  loss {row['train_loss']:.3f}{measured}"
-        self._print(f"{text}  {seconds:.0f} s")
-
-    def _print(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _save(folder: Path, learner: PairLearner, source: Path, renderer: Renderer, record: RewardModelRecord) -> None:

@@ -284,13 +284,9 @@ class RayCluster:
         """Live nodes: the driver's first, the others by address."""
         here = self.ray.get_runtime_context().get_node_id()
         found = [
-            ClusterNode(
-                node["NodeID"],
-                node["NodeManagerAddress"],
-                float(node["Resources"].get("CPU", 0)),
-                int(node["Resources"].get("GPU", 0)),
-            )
+            ClusterNode(node["NodeID"], node["NodeManagerAddress"], float(has.get("CPU", 0)), int(has.get("GPU", 0)))
             for node in self.ray.nodes()
+            for has in [node["Resources"]]
             if node["Alive"]
         ]
         return sorted(found, key=lambda node: (node.id != here, node.address, node.id))
