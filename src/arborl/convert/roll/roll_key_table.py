@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from arborl.convert.common_rules import ENGINE, MICRO, REFERENCE, Rule, idle, no, positive, to
+from arborl.convert.common_rules import ENGINE, MICRO, REFERENCE, Rule, idle, known, no, positive, to, when
 from arborl.convert.draft import Draft
 
 PLACEMENT = "where a worker runs changes nothing but speed: one process, one device; placement=ray for more"
 TEMPLATE = "a model brings its own chat template; model.chat_template names another"
 NEVER = "nothing there reads it"
+RESUME = "`arborl train --resume latest` goes on with a run of ours"
+TURNS = "rollout and training take turns, as here"
+
+
+def versions(ratio: Any) -> int:
+    """Policy versions that a rollout may be behind."""
+    return max(int(float(ratio)), 1)
 
 
 def folder(draft: Draft, key: str, value: Any) -> None:
@@ -32,16 +39,6 @@ def tracker(draft: Draft, key: str, value: Any) -> None:
         draft.drop(key, value, why)
 
 
-def tracker_rest(draft: Draft, key: str, value: Any) -> None:
-    last = key.rpartition(".")[2]
-    if last == "log_dir":
-        draft.skip(key, value, "TensorBoard's files lie in the run's folder")
-    elif last == "api_key":
-        draft.skip(key, value, "a key is read from the tracker's own variable (WANDB_API_KEY), and kept out of files")
-    else:
-        draft.drop(key, value, "no counterpart in track")
-
-
 def mock(draft: Draft, key: str, value: Any) -> None:
     """Episodes written once and trained on again."""
     at = "rollout_mock."
@@ -52,17 +49,6 @@ def mock(draft: Draft, key: str, value: Any) -> None:
     where = f"{str(draft.source.get(f'{at}dump_dir', './rollout_mock_dumps')).rstrip('/')}/episodes.jsonl"
     why = "one file of episodes; those that ROLL dumped cannot be read"
     draft.set(key, value, "rollout.record" if mode == "dump" else "rollout.replay", where, why)
-
-
-def lag(draft: Draft, key: str, value: Any) -> None:
-    if value:
-        draft.set(key, value, "rollout.max_lag", max(int(float(value)), 1))
-    else:
-        draft.skip(key, value, "rollout and training take turns, as here")
-
-
-def resume(draft: Draft, key: str, value: Any) -> None:
-    draft.skip(key, value, "off" if not value else "`arborl train --resume latest` goes on with a run of ours")
 
 
 TABLE: dict[str, Rule] = {
@@ -77,9 +63,9 @@ TABLE: dict[str, Rule] = {
     "max_ckpt_to_keep": positive("trainer.keep", "all are kept there; here trainer.keep, 2 without a word"),
     "logging_steps": idle("every step is logged"),
     "eval_steps": positive("evaluation.every"),
-    "resume_from_checkpoint": resume,
+    "resume_from_checkpoint": when(known("resume_from_checkpoint"), idle(RESUME), "off"),
     "reward_pretrain": idle("the critic's weights, which adv_estimator=gae alone reads"),
-    "async_generation_ratio": lag,
+    "async_generation_ratio": when(known("async_generation_ratio"), to("rollout.max_lag", versions), TURNS),
     "track_with": tracker,
     "max_running_requests": to("engine.max_requests"),
     "whiten_rewards": no("rewards are not whitened here; whiten_advantages is what remains of it"),
@@ -117,7 +103,11 @@ PREFIXES: dict[str, Rule] = {
     **{f"{role}.{key}": idle(why) for role in ROLES for key, why in ROLE_PREFIXES.items()},
     **{f"{role}.": idle(why) for role, why in ROLES.items()},
     **{f"{at}_env_manager.{key}": rule for at in ("train", "val") for key, rule in MANAGER_PREFIXES.items()},
-    "tracker_kwargs.": tracker_rest,
+    "tracker_kwargs.log_dir": idle("TensorBoard's files lie in the run's folder"),
+    "tracker_kwargs.api_key": idle(
+        "a key is read from the tracker's own variable (WANDB_API_KEY), and kept out of files"
+    ),
+    "tracker_kwargs.": no("no counterpart in track"),
     "rollout_mock.": mock,
     "checkpoint_config.": idle("checkpoints lie in the run's folder"),
     "system_envs.": idle("set variables of the environment in your shell"),
