@@ -112,7 +112,7 @@ def settings_of(config: RunConfig, steps: int, size: int, model: hf.PreTrainedMo
         max_completion_length=config.sampling.max_tokens, temperature=config.sampling.temperature, top_p=1.0, top_k=0,
         beta=0.0, num_iterations=1, loss_type="grpo", scale_rewards="group", epsilon=config.algorithm.clip_low,
         learning_rate=asked.lr or asked.lr_scale * default_lr(model.num_parameters()),
-        lr_scheduler_type="linear", warmup_steps=asked.warmup_steps, max_grad_norm=asked.max_grad_norm,
+        lr_scheduler_type="linear", warmup_steps=asked.warmup, max_grad_norm=asked.max_grad_norm,
         adam_beta1=asked.betas[0], adam_beta2=asked.betas[1], weight_decay=asked.weight_decay,
         gradient_checkpointing=False, shuffle_dataset=False, disable_tqdm=True, logging_steps=1,
         save_strategy="no", report_to="none",

@@ -27,7 +27,7 @@ import numpy as np
 
 from arborl.rollout.episode_store import episode_to_json, json_line
 from arborl.types import Call, Completion, Episode, FinishReason, Message, StopReason, Task, Turn
-from arborl.view.web.viewer import Viewer
+from arborl.view.web.app import Viewer
 
 FILTERS = {
     "step": {"step_from": 3, "step_to": 4},

@@ -68,28 +68,13 @@ os.environ.setdefault("MIMALLOC_PURGE_DELAY", "60000")
 # own threads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-_EXPORTS = {
-    "arborl.agents": ["Agent"],
-    "arborl.config": ["RunConfig"],
-    "arborl.conversational": [
-        "CONVERSATION_CONFIGS", "AgentConfig", "CheckpointCallback", "CompositeReward", "ConcisenessReward",
-        "ConversationEnvironment", "ConversationMemory", "ConversationTurn", "CorrectnessReward",
-        "CustomerServiceReward", "DistributedTrainer", "EarlyStoppingCallback", "EngagementReward",
-        "Environment", "EnvironmentState", "GSPOConfig", "HelpfulnessReward", "MultiObjectiveReward",
-        "MultiTurnAgent", "MultiTurnGRPOTrainer", "MultiTurnTrajectory", "NeuralReward", "NeuralRewardTrainer",
-        "RewardFunction", "RewardResult", "SafetyReward", "SalesAssistantReward", "SimilarityAwareReward",
-        "TRLGRPOTrainerWrapper", "TaskCompletionReward", "TechnicalSupportReward", "TrainingConfig",
-        "TrajectoryGroup", "ValueFunction", "get_config_for_task", "reward_function", "train",
-        "train_with_gspo",
-    ],
-    "arborl.conversational.hpo": ["HPOConfig", "HPOSummary", "get_search_space", "quick_hpo"],
-    "arborl.envs": ["Env", "Observation", "Step"],
-    "arborl.rewards": ["reward"],
-    "arborl.tools": ["tool"],
-    "arborl.training_run": ["Run", "run"],
-    "arborl.types": ["Episode", "Message", "Task"],
+_PACKAGES = {
+    "Agent": "agents", "Env": "envs", "Episode": "types", "HPOConfig": "conversational.hpo",
+    "HPOSummary": "conversational.hpo", "Message": "types", "Observation": "envs", "Run": "training_run",
+    "RunConfig": "config", "Step": "envs", "Task": "types", "get_search_space": "conversational.hpo",
+    "quick_hpo": "conversational.hpo", "reward": "rewards", "run": "training_run", "tool": "tools",
 }  # fmt: skip
-_MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
+"""Packages of the names that are not in `conversational`."""
 
 __all__ = [
     "CONVERSATION_CONFIGS", "Agent", "AgentConfig", "CheckpointCallback", "CompositeReward", "ConcisenessReward",
@@ -103,6 +88,7 @@ __all__ = [
     "__version__", "get_config_for_task", "get_search_space", "quick_hpo", "reward", "reward_function", "run",
     "tool", "train", "train_with_gspo",
 ]  # fmt: skip
+_MODULES = {name: f"arborl.{_PACKAGES.get(name, 'conversational')}" for name in __all__ if name != "__version__"}
 
 
 def __getattr__(name: str) -> Any:

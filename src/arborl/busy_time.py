@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 
 class BusyTime:
-    """Seconds during which at least one caller is inside, without paused time.
-
-    Example:
-        with busy_time:
-            await engine.generate(...)
-        busy_time.busy()      # since the last call
-    """
+    """Seconds during which at least one caller is inside `with`, without paused time."""
 
     def __init__(self, after: Callable[[], None] = lambda: None):
         self.after = after
@@ -27,9 +20,7 @@ class BusyTime:
             self._count()
         self.inside += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.inside == 1:
             self._count()
         self.inside -= 1

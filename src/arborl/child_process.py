@@ -8,14 +8,16 @@ process gets SIGTERM, is killed, or loses its parent, the pipe closes and the su
 process ends after the supervisor, so no process of the command is left when it has ended (if the front process itself
 is killed: a moment later).
 
-Standard input and output belong to the command. The last lines of its standard error are written when it fails, with
-its exit code.
+Standard input and output belong to the command, and so do descriptors passed by the caller. The last lines of its
+standard error are written when it fails, with its exit code. The front process ends as the command did, with its exit
+code or by its signal.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -24,28 +26,41 @@ import time
 from collections import deque
 from contextlib import suppress
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # the script imports little, to start fast
+    import asyncio
+    from collections.abc import Mapping, Sequence
+
 STDERR_LINES, STDERR_LINE_BYTES = 20, 4096
+KEEP_STDERR = "--keep-stderr"
 PR_SET_CHILD_SUBREAPER = 36
 KILL_SECONDS = 10.0
 """Time limit for killing descendants; the kernel may hold a process longer."""
-DRAIN_SECONDS = 5.0
-"""Time limit for reading the rest of standard output after the end of the command."""
+TRACKER_SECONDS = 5.0
+"""Time in which Python's `resource_tracker` may free shared memory; it ends by itself after the processes it serves."""
+DRAIN_SECONDS = 1.0
+"""Time to read the rest of standard output after the end of the command: a process elsewhere may hold the pipe."""
 
 
 class CommandFailed(Exception):
     """The command failed, printed too much, or did not end in time."""
 
 
-def supervised_command(command: list[str]) -> list[str]:
-    """The command line that runs `command` under a supervisor."""
-    return [sys.executable, "-I", "-S", os.path.abspath(__file__), *command]
+def supervised_command(command: Sequence[str], keep_stderr: bool = False) -> list[str]:
+    """The command line that runs `command` under a supervisor. SIGTERM to its process kills the whole tree.
+
+    Args:
+        command: the program and its arguments.
+        keep_stderr: leave standard error to the command instead of writing its last lines after a failure.
+    """
+    options = [KEEP_STDERR] if keep_stderr else []
+    return [sys.executable, "-I", "-S", os.path.abspath(__file__), *options, *command]
 
 
 async def run_command(
-    command: list[str],
+    command: Sequence[str],
     stdin: bytes = b"",
-    env: dict[str, str] | None = None,
-    cwd: str | None = None,
+    env: Mapping[str, str] | None = None,
     timeout: float | None = None,
     max_output: int = 2**20,
 ) -> bytes:
@@ -57,42 +72,63 @@ async def run_command(
     """
     import asyncio
 
-    pipe = asyncio.subprocess.PIPE
-    child = await asyncio.create_subprocess_exec(
-        *supervised_command(command), stdin=pipe, stdout=pipe, stderr=pipe, env=env, cwd=cwd, start_new_session=True
+    output, pipe = bytearray(), asyncio.subprocess.PIPE
+    # not a pipe of asyncio's subprocess: asyncio reports the end of a process only after those are closed
+    read_end, write_end = os.pipe()
+    reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", 0)
     )
+    try:
+        child = await asyncio.create_subprocess_exec(
+            *supervised_command(command), stdin=pipe, stdout=write_end, stderr=pipe, env=env, start_new_session=True
+        )
+    except BaseException:
+        transport.close()
+        raise
+    finally:
+        os.close(write_end)
     assert child.stdin is not None
-    assert child.stdout is not None
     assert child.stderr is not None
-    output, stdout = bytearray(), child.stdout
 
     async def read_output() -> None:
-        while part := await stdout.read(2**16):  # to the end: a full pipe would delay the end of the process
+        while part := await reader.read(2**16):  # to the end: a full pipe would delay the end of the process
             if len(output) <= max_output:
                 output.extend(part)
                 if len(output) > max_output:
-                    child.terminate()
+                    _terminate(child)
 
-    reader = asyncio.create_task(read_output())
+    reading, ended = asyncio.create_task(read_output()), False
     try:
         async with asyncio.timeout(timeout):
             child.stdin.write(stdin)
             child.stdin.close()
             errors = await child.stderr.read()  # only the supervisor holds this pipe
-            await asyncio.wait([reader], timeout=DRAIN_SECONDS)
-            await child.wait()
+            await asyncio.wait([reading], timeout=DRAIN_SECONDS)
+            ended = True
     except TimeoutError:
-        raise CommandFailed(f"the command did not end within {timeout:g} s") from None
+        raise CommandFailed(f"it did not end within {timeout:g} s") from None
     finally:
-        reader.cancel()
-        if child.returncode is None:
-            child.terminate()
-            await child.wait()
+        reading.cancel()
+        if not ended:
+            _terminate(child)
+        deadline = time.monotonic() + KILL_SECONDS + TRACKER_SECONDS
+        while child.returncode is None:  # a second cancellation does not interrupt this
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.002)
+            if time.monotonic() > deadline:  # it is stopped or stuck
+                child.kill()
+        transport.close()
     if len(output) > max_output:
-        raise CommandFailed(f"the command printed more than {max_output:,} bytes")
-    if child.returncode:
+        raise CommandFailed(f"it printed more than {max_output:,} bytes")
+    if errors:  # asyncio does not always know the exit code after a signal
         raise CommandFailed(errors.decode(errors="replace").strip())
     return bytes(output)
+
+
+def _terminate(child: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):
+        child.terminate()
 
 
 # ------------------------------------------------------------------------------------------------ the script
@@ -106,6 +142,7 @@ def main() -> None:
         os.close(writing)
         supervise(reading)
     os.close(reading)
+    _close_passed()
     pipe = [writing]
 
     def close_pipe(*_: object) -> None:
@@ -121,7 +158,17 @@ def main() -> None:
         signal.signal(number, close_pipe)
     threading.Thread(target=watch_parent, daemon=True).start()
     _, status = os.waitpid(supervisor, 0)
-    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+    end_as(os.waitstatus_to_exitcode(status))
+
+
+def end_as(code: int) -> None:
+    """End this process with an exit code, or by a signal if the code is negative."""
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code & 0xFF)
 
 
 def supervise(pipe: int) -> None:
@@ -131,27 +178,37 @@ def supervise(pipe: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     lines: deque[bytes] = deque(maxlen=STDERR_LINES)
     cancelled, code = threading.Event(), 127
-    try:
-        child = subprocess.Popen(sys.argv[1:], stderr=subprocess.PIPE)
+    keeps_stderr = sys.argv[1] == KEEP_STDERR
+    command = sys.argv[1 + keeps_stderr :]
+    try:  # descriptors that the caller passed are for the command
+        child = subprocess.Popen(command, stderr=None if keeps_stderr else subprocess.PIPE, close_fds=False)
     except OSError as error:
-        lines.append(f"{sys.argv[1]}: {error.strerror}".encode())
+        lines.append(f"{command[0]}: {error.strerror}".encode())
     else:
+        _close_passed()
         reader = threading.Thread(target=_read_stderr, args=(child, lines), daemon=True)
         reader.start()
         threading.Thread(target=_kill_when_closed, args=(pipe, cancelled, child), daemon=True).start()
         code = _wait(child)
         reader.join(0.1)
-    if code and not cancelled.is_set():
+    if code and not cancelled.is_set() and (lines or not keeps_stderr):
         with suppress(OSError):
             os.write(2, b"%s (exit code %d)\n" % (b"".join(lines.copy()).rstrip(), code))
     kill_descendants()
-    os._exit(code & 0xFF)
+    end_as(code)
+
+
+def _close_passed() -> None:
+    """Close the descriptors that the command has inherited: their other ends see when it ends."""
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):
+            if int(name) > 2 and os.get_inheritable(int(name)):
+                os.close(int(name))
 
 
 def _read_stderr(child: subprocess.Popen[bytes], lines: deque[bytes]) -> None:
-    stderr = child.stderr
-    assert stderr is not None
-    lines.extend(iter(lambda: stderr.readline(STDERR_LINE_BYTES), b""))
+    if (stderr := child.stderr) is not None:
+        lines.extend(iter(lambda: stderr.readline(STDERR_LINE_BYTES), b""))
 
 
 def _kill_when_closed(pipe: int, cancelled: threading.Event, child: subprocess.Popen[bytes]) -> None:
@@ -171,11 +228,13 @@ def _wait(child: subprocess.Popen[bytes]) -> int:
 
 def kill_descendants() -> None:
     """Kill all descendants of this process, repeatedly: one may start another before it is killed."""
-    deadline, other_users = time.monotonic() + KILL_SECONDS, set[int]()
+    start, other_users = time.monotonic(), set[int]()
     if not os.path.isdir("/proc/self"):
         os.killpg(0, signal.SIGKILL)
-    while (left := descendants() - other_users) and time.monotonic() < deadline:
+    while (left := descendants() - other_users) and time.monotonic() < start + KILL_SECONDS:
         for pid in left:
+            if time.monotonic() < start + TRACKER_SECONDS and _is_resource_tracker(pid):
+                continue
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -186,6 +245,12 @@ def kill_descendants() -> None:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         time.sleep(0.002)
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        return b"resource_tracker" in file.read()
+    return False
 
 
 def descendants() -> set[int]:

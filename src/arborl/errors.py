@@ -37,9 +37,7 @@ class RunStopped(ArborError):
 class LearnerRankLost(RunStopped):
     """A rank of the learner is lost, and with it all updates since the last checkpoint.
 
-    Args:
-        what: which rank, and how: `learner rank 1 of 2 was killed by signal 9`.
-        again: whether the ranks can be restarted by this process.
+    `what` states which rank and how; `again`, whether this process can restart the ranks.
     """
 
     def __init__(self, what: str, again: bool = False):
@@ -104,11 +102,6 @@ class boundary:
 
     `SystemExit` of a component is its failure; `KeyboardInterrupt` propagates. Time inside `paused_deadlines()` does
     not count. A class is faster than a generator; every model call and environment step uses one.
-
-    Example:
-        async with boundary("tool 'search'", seconds=5):
-            content = await tool(query="…")
-        # -> EpisodeError: tool 'search': TimeoutError: took longer than 5 s
     """
 
     __slots__ = ("left", "limit", "loop", "outer", "seconds", "waiting", "where")
@@ -173,10 +166,6 @@ class paused_deadlines:
 
     A deadline is paused while at least one call inside it waits. The call at the front of the queue must have its own
     deadline.
-
-    Example:
-        with queued():
-            await slots.take()
     """
 
     __slots__ = ("stopped",)
@@ -197,10 +186,7 @@ class paused_deadlines:
 
 @contextmanager
 def disk_errors(path: object) -> Iterator[None]:
-    """Convert errors of the disk to `DiskWriteError`.
-
-    Example: with writing(path): path.write_text("…")      # DiskWriteError: runs/x/metrics.jsonl: cannot be written: No
-    space left on device. …"""
+    """Convert errors of the disk to `DiskWriteError`."""
     try:
         yield
     except Exception as error:

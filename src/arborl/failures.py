@@ -55,19 +55,12 @@ class FailureCause:
 
 
 class Failures:
-    """The failures of a run, by cause.
-
-    Example:
-        failures = Failures()
-        failures.add(episodes, "step 3")
-        print(*failures, sep="\\n")       # environment 'lake': ValueError: thin ice ×5 (first in episode t#1 of step 3)
-    """
+    """The failures of a run, by cause."""
 
     def __init__(self) -> None:
         self.causes: dict[tuple[str, ...], FailureCause] = {}
 
     def add(self, episodes: Iterable[Episode], when: str) -> None:
-        """Count the failed episodes."""
         for episode in episodes:
             if episode.failure is not None:
                 key = failure_key(episode.failure)
@@ -100,7 +93,6 @@ class FirstFailureLogger:
         self.log, self.logged = log, set[tuple[str, ...]]()
 
     def tell(self, episode: Episode) -> None:
-        """Log the failure of the episode."""
         if episode.failure is None:
             return
         key = failure_key(episode.failure)
@@ -112,7 +104,6 @@ class FirstFailureLogger:
 
 
 def one_line(failure: Failure) -> str:
-    """A failure in one line of limited length."""
     text = printable(" ".join(str(failure).split()))
     return text if len(text) <= MAX_LINE else f"{text[: MAX_LINE - 1]}…"
 
@@ -124,7 +115,7 @@ def _nearness(one: tuple[str, ...], other: tuple[str, ...]) -> int:
 def failure_key(failure: Failure) -> tuple[str, ...]:
     """Key of the cause: component, exception type and lines; without lines, the message without its numbers.
 
-    The message is not part of the key if there are lines: it often names the task.
+    With lines, the message is left out: it often names the task.
     """
     lines = _lines(trim_traceback(failure.traceback)) or _lines(failure.traceback)
     words = () if lines else (re.sub(r"0x[0-9a-f]+|\d+", "#", failure.message),)
@@ -136,10 +127,7 @@ def _lines(trace: str) -> list[str]:
 
 
 def trim_traceback(trace: str) -> str:
-    """The traceback from the first line of user code; without user code, from where it leaves the framework.
-
-    Of chained tracebacks those without user code are dropped.
-    """
+    """The traceback from the first line of user code on, without chained ones that have no user code."""
     blocks = [_Block(lines) for lines in _split(trace)]
     kept = [block for block in blocks if block.contains(_is_user_code)] or blocks
     if kept[-1] is not blocks[-1]:

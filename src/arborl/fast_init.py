@@ -13,15 +13,7 @@ T = TypeVar("T")
 
 
 def fast_init(cls: type[T]) -> type[T]:
-    """Decorate a `dataclass(frozen=True, slots=True)`; arguments, defaults and `__post_init__` stay as they are.
-
-    Example:
-        @fast_init
-        @dataclass(frozen=True, slots=True)
-        class Point:
-            x: int
-            y: int = 0
-    """
+    """Decorate a `dataclass(frozen=True, slots=True)`; arguments, defaults and `__post_init__` stay as they are."""
     names: dict[str, Any] = {"MISSING": MISSING}
     head, body = ["self"], []
     for field in fields(cls):  # type: ignore[arg-type]

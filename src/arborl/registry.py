@@ -45,8 +45,11 @@ class _CurrentFolder:
 
 
 def search_current_folder() -> None:
-    """Also search parts in the current folder, as `python -m` does. It joins `sys.path` only when a part is loaded, so
-    that a module there cannot shadow one that a command imports before it has checked its configuration."""
+    """Also search parts in the current folder, as `python -m` does.
+
+    It joins `sys.path` only when a part is loaded, so that a module there cannot shadow one that a command imports
+    before it has checked its configuration.
+    """
     _CurrentFolder.searched = True
 
 
@@ -84,13 +87,7 @@ class Registry(Mapping[str, Any]):
         return len(self.table)
 
     def build(self, name: str, args: Mapping[str, Any], where: str) -> Any:
-        """Call the part with `args`, after checking every key against its signature.
-
-        Args:
-            name: short name or `module:attribute`.
-            args: keyword arguments, as a configuration gave them.
-            where: path of `args` in the configuration, for the error message.
-        """
+        """Call the part with `args`, after checking every key; `where` is the path of `args` in the configuration."""
         return call_checked(self[name], args, where)
 
 
@@ -141,8 +138,7 @@ def load(path: str, kind: str = "object") -> Any:
 
 
 def _is_standard_library(found: Any) -> bool:
-    """Whether a function or class belongs to the standard library, by its file: a user's module may have the same
-    name."""
+    """Whether a function or class belongs to the standard library, by its file."""
     if not (inspect.isclass(found) or inspect.isroutine(found)):
         return False
     name = getattr(found, "__module__", None) or type(found).__module__
@@ -153,7 +149,6 @@ def _is_standard_library(found: Any) -> bool:
 
 
 def _error_location(error: Exception) -> str:
-    """The error and its file and line."""
     last = traceback.extract_tb(error.__traceback__)[-1:]
     where = [(Path(frame.filename).name, frame.lineno) for frame in last]
     if isinstance(error, SyntaxError):

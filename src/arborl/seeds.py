@@ -12,11 +12,7 @@ import numpy as np
 
 
 def derive(seed: int, *path: str | int) -> int:
-    """A 63-bit seed for this path.
-
-    Example:
-        derive(7, "step", 3, "task", 1)      # the same on every machine, in every process
-    """
+    """A 63-bit seed for this path, such as `derive(7, "step", 3, "task", 1)`; the same on every machine."""
     digest = hashlib.blake2b(repr((seed, *path)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 

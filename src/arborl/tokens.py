@@ -45,17 +45,9 @@ class _TokenBuffer:
 
 
 class Tokens(Sequence[int]):
-    """Token ids that behave like a tuple: equal to it, with the same hash, immutable.
+    """Token ids (0 to 2³¹-1) that behave like a tuple: equal to it, with the same hash, immutable.
 
     `tokens[:n]` and `tokens + more` share memory. Other slices are tuples.
-
-    Example:
-        prompt = Tokens([1, 2, 3])
-        longer = prompt + (4, 5)      # stores two ids
-        longer[:3] == prompt == (1, 2, 3)
-
-    Args:
-        ids: whole numbers from 0 to 2³¹-1. Raises ValueError for others.
     """
 
     __slots__ = ("_line", "_size")

@@ -280,11 +280,8 @@ class Episode:
 
     @property
     def branches(self) -> list[int]:
-        """The branch of each call; branches are numbered by their last calls. A call that extends another is in its
-        branch.
-
-        Example (the second call does not extend the first, the third extends the second):
-            [1 | 2], [1 | 3], [1 3 9 | 4]   ->   0 1 1
+        """The branch of each call, numbered by their last calls. A call that extends another is in its branch:
+        `[1 | 2], [1 | 3], [1 3 9 | 4]` are 0 1 1.
         """
         tips: list[tuple[Tokens, int]] = []
         found: list[int] = []

@@ -1,7 +1,5 @@
 """What may be given as an agent, and what is reported to who gives something else."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 

@@ -1,6 +1,7 @@
 import asyncio
 
 import pytest
+from scripted_model import Script
 
 from arborl.agents import AGENTS
 from arborl.agents.chat_agents import ChatAgent
@@ -21,33 +22,18 @@ class Countdown(Env):
         return Step(Observation((Message("user", str(self.left)),)), terminated=self.left == 0)
 
 
-class Script:
-    def __init__(self, replies):
-        self.replies, self.prompts = list(replies), []
-
-    async def chat(self, messages, tools=()):
-        self.prompts.append(list(messages))
-        if not self.replies:
-            raise ContextFull("no more")
-        return Message("assistant", self.replies.pop(0), sampled=True)
-
-    def count(self, metrics):
-        raise AssertionError("a chat agent counts nothing")
-
-
-def test_the_conversation_grows_by_what_was_stated_until_it_is_over():
-    env, model = Countdown(), Script(["a", "b", "c", "d"])
+def test_the_conversation_grows_until_it_is_over_or_full():
+    env, model = Countdown(), Script("a", "b", "c", "d")
     asyncio.run(ChatAgent().run(Task("t"), env, model))
     assert env.heard == ["a", "b", "c"]
+    assert not model.counts
     last = [message.content for message in model.prompts[-1]]
     assert last == ["Count.", "3", "a", "2", "b", "1"]
     for before, after in zip(model.prompts, model.prompts[1:], strict=False):
         assert after[: len(before)] == before
 
-
-def test_a_full_context_passes_through_the_agent():
     with pytest.raises(ContextFull):
-        asyncio.run(ChatAgent().run(Task("t"), Countdown(), Script(["a"])))
+        asyncio.run(ChatAgent().run(Task("t"), Countdown(), Script("a")))
 
 
 def test_the_oracle_wins_through_the_loop():
@@ -57,7 +43,7 @@ def test_the_oracle_wins_through_the_loop():
         async def chat(self, messages, tools=()):
             return Message("assistant", env.oracle())
 
-    asyncio.run(ChatAgent().run(Task("t", seed=5), env, Oracle([])))
+    asyncio.run(ChatAgent().run(Task("t", seed=5), env, Oracle()))
     assert env.metrics()["success"] == 1
 
 

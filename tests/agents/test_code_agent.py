@@ -1,10 +1,10 @@
 import asyncio
 import contextlib
 import io
-from collections import Counter
 from typing import Annotated
 
 import pytest
+from scripted_model import TASK, play
 
 from arborl.agents import AGENTS
 from arborl.agents.tool_agents import CodeAgent, text_between
@@ -14,9 +14,7 @@ from arborl.errors import ConfigError
 from arborl.rollout.recorder import EpisodeLimits
 from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.tools import EpisodeState, tool
-from arborl.types import Message, Sampling, Task
-
-TASK = Task("t", (Message("user", "What is 6*7?"),), {"answer": "42"})
+from arborl.types import Message, Sampling
 
 
 @tool(stateful=True)
@@ -26,31 +24,6 @@ def interpreter(code: str, names: Annotated[dict, EpisodeState(dict)]) -> str:
     with contextlib.redirect_stdout(printed):
         exec(code, names)
     return printed.getvalue().rstrip("\n") or "(nothing printed)"
-
-
-class Script:
-    def __init__(self, *replies):
-        self.replies, self.prompts, self.stops, self.counts = list(replies), [], [], Counter()
-
-    async def chat(self, messages, tools=(), *, stop=()):
-        self.prompts.append(list(messages))
-        self.stops.append(stop)
-        return Message("assistant", self.replies.pop(0), sampled=True)
-
-    def count(self, metrics):
-        self.counts.update({name: value for name, value in metrics.items() if value and name != "tool/offered"})
-
-
-class Heard(Question):
-    async def step(self, action):
-        self.heard = action.content
-        return await super().step(action)
-
-
-def play(agent, *replies):
-    model, env = Script(*replies), Heard()
-    asyncio.run(agent.run(TASK, env, model))
-    return model, env.heard
 
 
 def test_code_is_run_and_its_result_shown_and_names_last_the_episode():
@@ -78,13 +51,10 @@ def test_a_failed_execution_is_shown_to_the_model_and_counted():
     assert model.counts == {"tool/used": 1, "tool/calls": 2, "tool/failed": 2, "tool/exception": 1, "tool/malformed": 1}
 
 
-def test_an_answer_is_never_run_as_code():
+def test_answers_and_messages_after_the_last_round_are_not_run():
     model, heard = play(CodeAgent([interpreter]), "<answer>print(1)</answer> <code>print(2)</code>")
     assert heard == "<answer>print(1)</answer> <code>print(2)</code>"
     assert not model.counts
-
-
-def test_after_the_last_round_the_message_goes_to_the_environment():
     model, heard = play(CodeAgent([interpreter], max_tool_rounds=1), "<code>1</code>", "<code>2</code>")
     assert heard == "<code>2</code>"
     assert model.counts["tool/calls"] == 1
@@ -155,9 +125,7 @@ def test_results_are_no_sampled_tokens_and_sampling_stops_at_the_end_tag(seedlin
 
 def test_code_runs_in_the_sandbox_by_default():
     pytest.importorskip("arborl.tools.library.python")
-    model, heard = play(
-        CodeAgent(), "<code>print(6 * 7)</code>", "<code>open('/nowhere')</code>", "<answer>42</answer>"
-    )
+    model, heard = play(CodeAgent(), "<code>print(6 * 7)</code>", "<code>open('/none')</code>", "<answer>42</answer>")
     assert "42" in model.prompts[1][-1].content
     assert "FileNotFoundError" in model.prompts[2][-1].content
     assert heard == "<answer>42</answer>"

@@ -3,8 +3,6 @@
 Played through the real rollout: a scripted engine, seedling's template and tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -117,9 +115,6 @@ def newest(call):
     return max(int(found) for message in call.messages for found in re.findall(r"word(\d+)\.", message.content))
 
 
-# ------------------------------------------------------------------------------------------------ laws
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", SAYS)
 def test_every_sampled_token_is_one_loss_term_in_the_context_it_was_sampled_in(renderer, name, policy):
@@ -195,9 +190,6 @@ def test_a_summary_is_sampled_and_trained_if_requested(renderer, trained):
     )  # it is requested where the conversation stands: nothing is read again
 
 
-# ------------------------------------------------------------------------------------------------ the newest message
-
-
 def conversation():
     lines = [f"This is word{n}. " + "blah " * 20 for n in range(6)]
     personas = [{"name": str(number)} for number in range(30)]
@@ -216,15 +208,13 @@ def test_a_summary_in_a_conversation_does_not_lose_what_the_user_stated_last(ren
         assert newest(call) == call.turn or asks_for_summary(call)
 
 
-def test_a_summary_is_not_requested_of_a_message_that_no_one_answered_yet(renderer):
+def test_summaries_keep_the_newest_message_in_view(renderer):
     episode = play(renderer, "chat", POLICIES["summary"])
     for call in episode.calls:
         if asks_for_summary(call):
             assert newest(call) == call.turn - 1
             assert call.messages[-2].role == "assistant"
 
-
-def test_the_newest_message_stays_in_view_while_tools_are_called_for_it(renderer):
     episode = play(renderer, "tool", POLICIES["summary"], env=Talker(2), script=[CALL] * 8 + ["Done."])
     second = [call for call in episode.calls if call.turn == 1]
     assert sum(map(asks_for_summary, second)) > 1
@@ -258,15 +248,13 @@ def test_a_tool_result_that_is_too_long_ends_the_episode_and_is_not_torn_from_it
         assert episode.metrics["context/exceeded"] == 1
 
 
-def test_a_window_hardly_larger_than_the_system_prompt_ends_cleanly(renderer):
+def test_small_windows_end_and_small_turns_go_on(renderer):
     for window in range(26, 200, 7):
         for policy in POLICIES.values():
             episode = play(renderer, "chat", policy, env=Talker(4, words=1), window=window, tokens=8)
             assert episode.stop in (StopReason.CONTEXT_FULL, StopReason.DONE)
             assert all(len(c.prompt) + len(c.completion.tokens) <= window for c in episode.calls)
 
-
-def test_many_small_turns_go_on_for_ever(renderer):
     for policy in POLICIES.values():
         episode = play(renderer, "chat", policy, env=Talker(30, words=0), window=200, tokens=8)
         assert episode.stop == StopReason.DONE
@@ -298,16 +286,13 @@ def test_an_opening_without_a_question_still_shows_the_summary(renderer):
     assert last[1].content.startswith(f"[Previous Summary]: {SUMMARY}")
 
 
-# ------------------------------------------------------------------------------------------------ configuration
-
-
 def test_a_policy_is_given_to_every_agent_that_takes_one_and_by_source():
     sources = {
         "a": {"env": "frozen_lake", "agent": "tool", "tools": ["calculator"]},
         "b": {"env": "frozen_lake", "agent": "react", "tools": ["calculator"], "context": "none"},
         "c": {"env": "documents", "agent": "statelm", "context": {"policy": "window", "window": 4}},
     }
-    config = from_kwargs(context={"policy": "summary", "compress_at": 0.6}, data={"sources": sources})
+    config = from_kwargs(context={"policy": "summary", "args": {"compress_at": 0.6}}, data={"sources": sources})
     cast = RunPartFactory(config, {}).cast()
     run, a, b, c = (cast.agent(Task("t", source=name)) for name in ("", "a", "b", "c"))
     assert run.context == a.context == ContextPolicy("summary", compress_at=0.6)
@@ -321,8 +306,8 @@ def test_a_policy_is_given_to_every_agent_that_takes_one_and_by_source():
     [
         ({"context": "sumary"}, "context.policy: must be one of none, window, truncate, summary"),
         ({"context": {"policy": "summary", "window": 3}}, "window is about policy=window"),
-        ({"context": {"compress_at": 0.3}}, "compress_at is about policy=truncate and summary"),
-        ({"context": {"policy": "summary", "compress_at": 0}}, "context.compress_at"),
+        ({"context.args.compress_at": 0.3}, "context.args.compress_at: is for policy=truncate and summary"),
+        ({"context": {"policy": "summary", "args": {"compress_at": 0}}}, "context.args.compress_at"),
     ],
 )
 def test_settings_of_a_policy_that_is_not_there_are_refused(given, words):
@@ -368,7 +353,8 @@ def test_a_compressed_run_that_was_stopped_and_resumed_ends_as_one_that_was_not(
     settings = {
         "env": {"name": "conversation", "args": {"preset": "sales", "max_turns": 6}}, "agent.system": "Sell.",
         "env.prompt.observation": "Turn {turn_idx}: {observation}",
-        "context": {"policy": "summary", "compress_at": 0.5}, "rewards": [sampled], "deterministic": True, "threads": 1,
+        "context": {"policy": "summary", "args": {"compress_at": 0.5}}, "rewards": [sampled], "deterministic": True,
+        "threads": 1,
         "sampling.max_context": 220, "sampling.max_tokens": 24, "evaluation.tasks": 0, "rollout.tasks_per_step": 2,
         "rollout.group_size": 4, "learner.decay": "none", "track.gifs": 0, "track.tensorboard": False,
     }  # fmt: skip

@@ -1,7 +1,5 @@
 """The history only grows, edits say how it is shown, and the view is a pure function of both."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools
@@ -80,19 +78,19 @@ def test_a_deleted_answer_leaves_a_stub_with_its_number_and_tool():
     assert "chunk 1" in shown[5].content
 
 
-def test_a_deleted_call_keeps_its_id_and_name_and_loses_its_arguments():
+def test_deleted_calls_and_results_leave_stubs_and_can_be_restored():
     history = three_rounds()
     message = visible_messages(history, append_edit(history, (), Delete(3)))[4]
     assert message.content == STUB
     assert message.tool_calls == (ToolCall("call_0", "readChunk", {"message": STUB}),)
     assert not message.sampled
-
-
-def test_the_progress_of_a_scan_outlives_what_was_read():
     history = History.open(OPENING).add(output("x", "readChunk")).add(answered("{}"), caller=1, tag="3/9")
     shown = visible_messages(history, (Delete(2),))
     assert json.loads(shown[-1].content)["reading_progress"] == "3/9"
     assert visible_messages(history, (Delete(2),), style=ViewStyle(form="brief"))[-1].content == f"#2 3/9: {STUB}"
+    history = three_rounds()
+    edits = append_edit(history, append_edit(history, (), Delete(2)), Restore(2))
+    assert visible_messages(history, edits) == visible_messages(history)
 
 
 @pytest.mark.parametrize(
@@ -133,21 +131,12 @@ def test_what_was_folded_cannot_be_deleted_but_restored():
     assert "chunk 1" in contents(visible_messages(history, restored))[3]
 
 
-def test_a_deletion_undone_shows_the_message_again():
-    history = three_rounds()
-    edits = append_edit(history, append_edit(history, (), Delete(2)), Restore(2))
-    assert visible_messages(history, edits) == visible_messages(history)
-
-
-def test_a_fold_stands_beside_the_question_and_takes_answers_with_their_calls():
+def test_folds_stand_beside_the_question_and_cover_earlier_ones():
     history = three_rounds()
     shown = visible_messages(history, append_edit(history, (), Fold(1, 3, "read two chunks")))
     assert contents(shown)[1].startswith("Where?\n\n[Previous Summary]: read two chunks")
     assert [message.role for message in shown] == ["system", "user", "assistant", "tool"]
     assert shown[2].content == "round 2"
-
-
-def test_a_later_fold_replaces_the_one_it_covers():
     history = three_rounds()
     edits = append_edit(history, append_edit(history, (), Fold(1, 2, "first")), Fold(1, 6, "all"))
     shown = visible_messages(history, edits)
@@ -156,13 +145,10 @@ def test_a_later_fold_replaces_the_one_it_covers():
     assert "first" not in shown[1].content
 
 
-def test_a_window_never_begins_with_an_answer_whose_call_is_gone():
+def test_windows_and_truncation_hide_the_beginning():
     history = three_rounds()
     assert [m.role for m in visible_messages(history, (Window(3),))] == ["system", "user", "assistant", "tool"]
     assert [m.role for m in visible_messages(history, (Window(4),))] == ["system", "user", *["assistant", "tool"] * 2]
-
-
-def test_truncation_leaves_out_the_beginning():
     history = three_rounds()
     assert contents(visible_messages(history, (Truncate(5),)))[2] == "round 2"
 

@@ -1,53 +1,16 @@
-import asyncio
-from collections import Counter
-
 import pytest
+from scripted_model import Heard, double, play
 
 from arborl.agents import AGENTS
 from arborl.agents.tool_agents import ReactAgent, ToolAgent
-from arborl.envs.games.question import Question
-from arborl.tools import TOOLS, tool
-from arborl.types import Message, Task, ToolCall
-
-TASK = Task("t", (Message("system", "Be brief."), Message("user", "2 * 21?")))
-
-
-@tool
-def double(x: int) -> int:
-    """Double a number."""
-    return 2 * x
-
-
-class Script:
-    def __init__(self, *replies):
-        self.replies, self.prompts, self.stops, self.counts = list(replies), [], [], Counter()
-
-    async def chat(self, messages, tools=(), *, stop=()):
-        self.prompts.append(list(messages))
-        self.stops.append(stop)
-        reply = self.replies.pop(0)
-        return reply if isinstance(reply, Message) else Message("assistant", reply, sampled=True)
-
-    def count(self, metrics):
-        self.counts.update({name: value for name, value in metrics.items() if value and name != "tool/offered"})
-
-
-class Heard(Question):
-    async def step(self, action):
-        self.heard = action.content
-        return await super().step(action)
+from arborl.tools import TOOLS
+from arborl.types import Message, ToolCall
 
 
 class NeverOver(Heard):
     async def step(self, action):
         step = await super().step(action)
         return type(step)(step.observation)
-
-
-def play(agent, *replies, env=None):
-    model, env = Script(*replies), env or Heard()
-    asyncio.run(agent.run(TASK, env, model))
-    return model, env.heard
 
 
 def test_actions_are_answered_and_the_final_answer_is_what_the_environment_hears():
@@ -100,14 +63,11 @@ def test_a_terminal_tool_ends_the_episode_with_its_answer_whatever_the_environme
         assert heard == "42"
 
 
-def test_a_terminal_call_that_fails_is_answered_and_the_episode_goes_on():
+def test_failed_terminal_calls_are_answered_and_bad_roles_refused():
     wrong = Message("assistant", "", tool_calls=(ToolCall("1", "finish", {}),), sampled=True)
     model, heard = play(ToolAgent([TOOLS["finish"]]), wrong, "42")
     assert "argument 'answer' is missing" in model.prompts[1][-1].content
     assert heard == "42"
-
-
-def test_parts_are_found_by_name_and_bad_roles_refused():
     assert AGENTS["react"] is ReactAgent
     with pytest.raises(ValueError, match="result_role"):
         ReactAgent(result_role="system")

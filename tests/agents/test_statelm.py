@@ -3,8 +3,6 @@
 One test is named after each defect of the original pipeline that could come back.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -33,7 +31,7 @@ from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.rollout.token_trees import build_token_trees
 from arborl.tools.library.document_index import DocumentIndex
 from arborl.types import Group, Message, Sampling, StopReason, Task
-from arborl.view.context_length import lengths as context_lengths
+from arborl.view.curve import lengths as context_lengths
 
 TEMPLATES = Path(__file__).parent.parent / "fixtures" / "templates"
 SMALL = {"toolset": ["searchEngine", "readChunk", "note", "deleteContext", "checkBudget", "finish"], "form": "brief"}
@@ -109,9 +107,6 @@ def responses(text):
     return [part.partition("</tool_response>")[0] for part in text.split("<tool_response>")[1:]]
 
 
-# ------------------------------------------------------------------------------------------------ the loop
-
-
 def test_an_edited_episode_gives_the_expected_tree_and_trains_every_token_once(renderer):
     script = [READ, call("deleteContext", msg_id=2), READ, DONE]
     (episode,) = play(renderer, script).episodes
@@ -139,21 +134,18 @@ def test_the_prompt_shrinks_where_something_was_deleted_and_never_passes_the_win
     assert episode.metrics["context/deleted"] == 1
 
 
-def test_finish_is_the_answer_and_ends_the_episode(renderer):
+def test_answers_end_the_episode_by_finish_or_words(renderer):
     (episode,) = play(renderer, [READ, DONE]).episodes
     assert episode.stop == StopReason.DONE
     assert episode.answer == "Oslo"
     assert episode.metrics["context/finished"] == 1.0
     assert len(episode.calls) == 2
-
-
-def test_words_without_a_call_go_to_the_environment(renderer):
     (episode,) = play(renderer, ["I think it is Oslo."]).episodes
     assert episode.answer == "I think it is Oslo."
     assert episode.metrics["context/finished"] == 0.0
 
 
-def test_turns_and_context_are_limited_by_name(renderer):
+def test_limits_end_episodes_and_must_fit_the_run(renderer):
     (episode,) = play(renderer, [READ], max_assistant_turns=3).episodes
     assert episode.stop == StopReason.MAX_TURNS
     assert len(episode.calls) == 3
@@ -161,9 +153,6 @@ def test_turns_and_context_are_limited_by_name(renderer):
     assert episode.stop == StopReason.CONTEXT_FULL
     assert episode.metrics["context/exceeded"] == 1.0
     assert len(episode.calls) == 3
-
-
-def test_limits_that_the_run_cannot_keep_are_refused(renderer):
     for args, words in (
         ({"max_model_len": 5000}, "sampling.max_context=1024"),
         ({"single_turn_max_tokens": 10}, "Write sampling.max_tokens=10"),
@@ -244,9 +233,6 @@ def test_seedling_plays_it_untrained(seedling):
     assert all(-1 <= episode.reward <= 1 for episode in group.episodes)
 
 
-# ------------------------------------------------------------------------------------------------ other policies
-
-
 def test_without_context_management_a_long_read_overflows(renderer):
     window = room_for(renderer, 2, **READER)
     (episode,) = play(renderer, [READ], policy="none", window=window, **READER).episodes
@@ -291,7 +277,9 @@ def test_the_summarize_tool_folds_what_came_before(renderer):
     assert "<tool_response>" not in last
 
 
-def test_settings_in_other_systems_names_become_policies():
+def test_the_original_tools_are_the_usual_ones_and_foreign_settings_become_policies():
+    assert len(DEFAULT_TOOLS) == 11
+    assert set(TOOLSET) - set(DEFAULT_TOOLS) == {"mergeNotes", "getContextStats", "summarize"}
     assert stateset_context(False) == {"policy": "none"}
     for strategy in ("summary", "truncate", "sliding_window"):
         args = stateset_context(True, 0.4, strategy)
@@ -311,9 +299,6 @@ def test_trajectories_are_written_for_people(renderer, tmp_path):
     assert row["assistant_turns"] == 3
     assert [r["is_snapshot"] for r in row["rows"]] == [False, True, False]
     assert row["messages"][0]["role"] == "system"
-
-
-# ------------------------------------------------------------------------------------------------ defects
 
 
 def test_defect_1_numbers_and_notes_are_visible_before_any_deletion(renderer):
@@ -501,8 +486,3 @@ def test_defect_15_settings_no_one_reads_are_refused():
     ):
         with pytest.raises(ConfigError, match=words):
             call_checked(StateLM, args, "agent.args")
-
-
-def test_the_eleven_tools_of_the_original_are_the_usual_ones():
-    assert len(DEFAULT_TOOLS) == 11
-    assert set(TOOLSET) - set(DEFAULT_TOOLS) == {"mergeNotes", "getContextStats", "summarize"}

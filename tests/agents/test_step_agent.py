@@ -1,7 +1,5 @@
 """The step-wise agent shows the rules, the last steps whole, and what is seen now."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -70,10 +68,15 @@ def test_the_history_is_the_last_steps_whole_valid_or_not():
     ]
 
 
-def test_without_history_a_prompt_is_the_rules_and_the_present():
+def test_prompts_without_history_keep_the_task():
     prompts = shown(Walk("system", "user"), history_length=0)
     assert [prompt[1:] for prompt in prompts[:2]] == [[("user", "user 0")], [("user", "user 1")]]
     assert all(len(prompt) == 2 for prompt in prompts)
+    prompts = shown(Walk("user"), history_length=0)
+    assert prompts[2] == [("user", "user 0\n\nNot a move. user 2")]
+    assert shown(Walk("user"), history_length=0, keep_opening=False)[2] == [("user", "Not a move. user 2")]
+    numbers = shown(Countdown(), history_length=0)[0][0][1].split("out of")[1].split(".")[0]
+    assert all(numbers in prompt[0][1] for prompt in shown(Countdown(), history_length=0))
 
 
 @pytest.mark.parametrize("history", range(4))
@@ -81,14 +84,6 @@ def test_prompts_have_as_many_steps_as_requested_for_and_begin_with_a_user(histo
     for number, prompt in enumerate(shown(Walk("system", "user"), history_length=history)):
         spoken = [role for role, _ in prompt if role != "system"]
         assert spoken == ["user", "assistant"] * min(history, number) + ["user"]
-
-
-def test_a_task_that_only_the_opening_tells_stays_in_sight():
-    prompts = shown(Walk("user"), history_length=0)
-    assert prompts[2] == [("user", "user 0\n\nNot a move. user 2")]
-    assert shown(Walk("user"), history_length=0, keep_opening=False)[2] == [("user", "Not a move. user 2")]
-    numbers = shown(Countdown(), history_length=0)[0][0][1].split("out of")[1].split(".")[0]
-    assert all(numbers in prompt[0][1] for prompt in shown(Countdown(), history_length=0))
 
 
 def test_equal_states_have_equal_prompts():
@@ -105,11 +100,8 @@ def test_equal_states_have_equal_prompts():
     assert len({tuple(prompt) for prompt in model.shown}) == len(set(boards))
 
 
-def test_two_messages_of_the_user_in_a_row_become_one():
+def test_user_messages_are_merged_and_negative_history_refused():
     user, assistant = Message("user", "a"), Message("assistant", "b")
     assert merge_user_messages([user, user, assistant, user]) == [Message("user", "a\n\na"), assistant, user]
-
-
-def test_a_negative_history_is_refused():
     with pytest.raises(ValueError, match="history_length=-1: give 0 or more"):
         StepAgent(history_length=-1)

@@ -1,18 +1,11 @@
 import asyncio
-from collections import Counter
 
 import pytest
+from scripted_model import Script, double
 
 from arborl.agents.tool_agents import ToolAgent
 from arborl.envs.env import Env, Observation, Step
-from arborl.tools import tool
 from arborl.types import Message, Task, ToolCall
-
-
-@tool
-def double(x: int) -> int:
-    """Double a number."""
-    return 2 * x
 
 
 class TwoAnswers(Env):
@@ -23,19 +16,6 @@ class TwoAnswers(Env):
     async def step(self, action):
         self.heard.append(action)
         return Step(Observation((Message("user", "second?"),)), terminated=len(self.heard) == 2)
-
-
-class Script:
-    def __init__(self, *replies):
-        self.replies, self.prompts, self.tools, self.counts = list(replies), [], [], Counter()
-
-    async def chat(self, messages, tools=()):
-        self.prompts.append(list(messages))
-        self.tools.append(tools)
-        return self.replies.pop(0)
-
-    def count(self, metrics):
-        self.counts.update({name: value for name, value in metrics.items() if value and name != "tool/offered"})
 
 
 def call(id, x, name="double", error=None):
@@ -78,7 +58,7 @@ def test_failures_are_counted_by_kind_and_read_by_the_model():
     assert "Did you mean 'double'?" in model.prompts[1][-3].content
 
 
-def test_after_the_last_round_the_message_goes_to_the_environment_as_it_is():
+def test_rounds_are_limited():
     again = says("again", call("1", 1))
     model = Script(*[again] * 6)
     env = TwoAnswers()
@@ -86,14 +66,8 @@ def test_after_the_last_round_the_message_goes_to_the_environment_as_it_is():
     assert env.heard == [again, again]
     assert len(model.prompts) == 6
     assert model.counts == {"tool/used": 1, "tool/calls": 4}
-
-
-def test_without_rounds_it_is_a_chat_agent():
     model = Script(says("a", call("1", 1)), says("b"))
     asyncio.run(ToolAgent([double], max_tool_rounds=0).run(Task("t"), TwoAnswers(), model))
     assert not model.counts
-
-
-def test_a_negative_number_of_rounds_is_refused():
     with pytest.raises(ValueError, match="max_tool_rounds=-1"):
         ToolAgent(max_tool_rounds=-1)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.algorithms import ADVANTAGES, Recipe
-from arborl.algorithms.episode_advantages import gdpo, grpo, maxrl, opo, rae, reinforce, remax, rloo, split_shares
+from arborl.algorithms.episode_advantages import gdpo, grpo, maxrl, opo, reinforce, remax, rloo, split_shares
 from arborl.algorithms.loss_table import by_episode, by_length, by_token
 from arborl.config.algorithm_config import GROUP_ADVANTAGES, AlgorithmConfig
 from arborl.rollout.token_trees import build_token_trees
@@ -107,9 +107,6 @@ def test_gdpo_golden_values_and_loop():
             for r, s in zip(right, short, strict=True)
         ]
         assert found[number] == pytest.approx(expected, abs=1e-12)
-    whole = np.concatenate(found)
-    after = np.concatenate(gdpo(columns, {"short": 0.3}, whiten=True))
-    assert after == pytest.approx(whole / (whole.std(ddof=1) + 1e-6), abs=1e-9)
     # a reward a thousand times larger does not drown the other
     small, large = np.array([1.0, 0.0, 0.0]), np.array([0.0, 0.0, 1000.0])
     a, b, c = gdpo({"small": [small], "large": [large]})[0]
@@ -119,30 +116,16 @@ def test_gdpo_golden_values_and_loop():
 
 def test_rae_moves_once_a_step_and_remembers():
     groups = [group(episode(1.0), episode(0.0), source="ttt", role="x"), group(episode(1.0), source="ttt", role="o")]
-    algorithm = Recipe(AlgorithmConfig(name="rae", baseline_decay=0.8))
+    algorithm = Recipe(AlgorithmConfig(name="rae", args={"baseline_decay": 0.8}))
     terms = terms_of(groups)
     first = algorithm.credit(groups, terms)
     assert first.advantage.tolist() == [0.5, 0.5, -0.5, -0.5, 0.0, 0.0]  # new roles start at the step's mean
     assert algorithm.state() == {"baselines": {"ttt/x": 0.5, "ttt/o": 1.0}}
     lost = [group(episode(0.0), source="ttt", role="o")]
-    again = Recipe(AlgorithmConfig(name="rae", baseline_decay=0.8))
+    again = Recipe(AlgorithmConfig(name="rae", args={"baseline_decay": 0.8}))
     again.load_state(algorithm.state())
     assert again.credit(lost, terms_of(lost)).advantage == pytest.approx(-0.8)  # 0.8 * 1 + 0.2 * 0
     assert again.state()["baselines"] == pytest.approx({"ttt/x": 0.5, "ttt/o": 0.8})
-
-
-def test_rae_does_not_depend_on_the_order_of_episodes():
-    one, _ = rae([np.array([1.0, 0.0, 5.0])], ["a"], {"a": 0.3})
-    other, _ = rae([np.array([5.0, 1.0, 0.0])], ["a"], {"a": 0.3})
-    assert sorted(one[0]) == pytest.approx(sorted(other[0]))
-
-
-@pytest.mark.parametrize("std", ["none", "group", "batch"])
-@given(reward=REWARD, size=st.integers(1, 6), other=st.lists(REWARD, min_size=2, max_size=5))
-def test_a_group_of_one_and_a_flat_group_have_advantage_exactly_zero(std, reward, size, other):
-    one, flat, _ = grpo([np.array([reward]), np.full(size, reward), np.array(other)], std=std)
-    assert one.tolist() == [0.0]
-    assert flat.tolist() == [0.0] * size
 
 
 @pytest.mark.parametrize("name", sorted(GROUP_ADVANTAGES))
@@ -158,12 +141,6 @@ def test_every_advantage_that_compares_gives_exactly_zero_to_one_alone_and_to_eq
     elif size == 1:
         assert not found[terms.tree == 0].any()
     assert found[terms.tree == 1].any()
-
-
-@given(st.lists(REWARD, min_size=2, max_size=8))
-def test_advantages_of_a_group_add_up_to_nothing(rewards):
-    for rule in (grpo, rloo):
-        assert rule([np.array(rewards)])[0].sum() == pytest.approx(0.0, abs=1e-9)
 
 
 def test_a_failed_episode_leaves_baseline_and_loss_together():
@@ -219,22 +196,21 @@ def test_split_gives_branches_parts_of_the_advantage_and_never_of_the_reward():
     # calls 0 and 2 are one branch, the last; call 1 is another
     assert credited(groups, terms, std="none", split="last").tolist() == [0.5, 0.0, 0.5, -0.5]
     assert credited(groups, terms, std="none", split="uniform").tolist() == [0.25, 0.25, 0.25, -0.5]
-    found = credited(groups, terms, std="none", split="geometric", split_ratio=0.5)
+    found = credited(groups, terms, std="none", split="geometric", args={"split_ratio": 0.5})
     assert found.tolist() == pytest.approx([1 / 3, 1 / 6, 1 / 3, -0.5])
 
 
 def test_named_rewards_reach_gdpo_with_the_kl_penalty_as_one_of_them():
     groups = [group(episode(rewards={"a": 1.0, "b": 0.0}), episode(rewards={"a": 0.0, "b": 9.0}))]
     assert by_episodes(groups, advantage="gdpo") == pytest.approx([0.0, 0.0], abs=1e-6)
-    weighted = by_episodes(groups, advantage="gdpo", reward_weights={"b": 0.0})
+    weighted = by_episodes(groups, advantage="gdpo", args={"reward_weights": {"b": 0.0}})
     assert weighted == pytest.approx([0.5**0.5, -(0.5**0.5)], abs=1e-5)
     terms = terms_of(groups)
-    off = credited(groups, terms, advantage="gdpo", reward_weights={"b": 0.0})
-    on = credited(groups, terms, advantage="gdpo", reward_weights={"b": 0.0}, kl={"coef": 0.1, "where": "reward"})
+    off = credited(groups, terms, advantage="gdpo", args={"reward_weights": {"b": 0.0}})
+    on = credited(
+        groups, terms, advantage="gdpo", args={"reward_weights": {"b": 0.0}}, kl={"coef": 0.1, "where": "reward"}
+    )
     assert not np.allclose(off, on)
-
-
-# ------------------------------------------------------------------------------------------------ whitening
 
 
 @pytest.mark.parametrize("name", [*ADVANTAGES])

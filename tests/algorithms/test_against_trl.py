@@ -27,11 +27,7 @@ from trl.trainer.utils import nanstd
 
 LENGTHS = (3, 1, 4, 2)
 LOCAL = SimpleNamespace(
-    num_processes=1,
-    device="cpu",
-    gather=lambda x: x,
-    gather_for_metrics=lambda x: x,
-    reduce=lambda x, reduction: x,
+    num_processes=1, device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x, reduce=lambda x, reduction: x
 )
 
 
@@ -83,17 +79,20 @@ def setting(seed: int = 0):
     [
         ({"name": "grpo"}, {"loss_type": "grpo"}),
         ({"name": "grpo", "kl": {"coef": 0.3}}, {"loss_type": "grpo", "beta": 0.3}),
-        ({"name": "grpo", "dual_clip": 1.5}, {"loss_type": "grpo", "delta": 1.5}),
+        ({"name": "grpo", "args": {"dual_clip": 1.5}}, {"loss_type": "grpo", "delta": 1.5}),
         ({"name": "dapo"}, {"loss_type": "dapo", "high": 0.28}),
         ({"name": "dapo", "entropy_coef": 0.1}, {"loss_type": "dapo", "high": 0.28, "entropy_coef": 0.1}),
         ({"name": "bnpo"}, {"loss_type": "bnpo"}),
-        ({"name": "dr_grpo", "fixed_length": 7}, {"loss_type": "dr_grpo"}),
+        ({"name": "dr_grpo", "args": {"fixed_length": 7}}, {"loss_type": "dr_grpo"}),
         (
             {"name": "gspo", "clip_low": 0.1, "clip_high": 0.05, "anchor": "rollout"},
             {"importance_sampling_level": "sequence", "low": 0.1, "high": 0.05},
         ),
         ({"name": "cispo", "clip_high": 0.4}, {"loss_type": "cispo", "high": 1.4}),
-        ({"name": "sapo", "tau_negative": 1.25}, {"loss_type": "sapo"}),  # TRL rounds its temperature to float32
+        (
+            {"name": "sapo", "args": {"tau_negative": 1.25}},
+            {"loss_type": "sapo"},
+        ),  # TRL rounds its temperature to float32
     ],
     ids=str,
 )
@@ -149,7 +148,7 @@ def test_pair_losses_have_trls_gradient(name, theirs):
     groups, terms, new = setting()
     groups = [group(*groups[0].episodes[:2]), group(*groups[0].episodes[2:])]  # 0 over 1, 2 over 3
     terms = dataclasses.replace(terms, tree=(terms.episode >= 2).astype(np.int64))
-    algorithm = Recipe(AlgorithmConfig(name=name, beta=0.3))
+    algorithm = Recipe(AlgorithmConfig(name=name, args={"beta": 0.3}))
     batch = batch_of(algorithm.credit(groups, terms))
     batch = dataclasses.replace(batch, sequence_M=algorithm.prepare(new.detach(), batch))
     loss, _ = algorithm.loss(model_outputs(new), batch)
@@ -171,7 +170,7 @@ def test_pair_losses_have_trls_gradient(name, theirs):
 
 def test_kto_has_trls_gradient():
     groups, terms, new = setting()
-    algorithm = Recipe(AlgorithmConfig(name="kto", beta=0.3, reward_threshold=0.4))
+    algorithm = Recipe(AlgorithmConfig(name="kto", args={"beta": 0.3, "reward_threshold": 0.4}))
     batch = batch_of(algorithm.credit(groups, terms))
     batch = dataclasses.replace(batch, sequence_M=algorithm.prepare(new.detach(), batch))
     loss, _ = algorithm.loss(model_outputs(new), batch)

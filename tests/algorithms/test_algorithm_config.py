@@ -30,7 +30,7 @@ def test_a_loss_brings_its_own_defaults_and_takes_away_what_it_does_not_read():
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_a_resolved_configuration_reads_back_the_same(name):
     more = {} if name == "trpo" else {"by_source": {"web": "dapo"}}
-    more |= {"teacher": "seedling"} if name == "distill" else {}
+    more |= {"args": {"teacher": "seedling"}} if name == "distill" else {}
     config = validate(RunConfig, {"algorithm": {"name": name, **more}})
     again = validate(RunConfig, OmegaConf.to_container(OmegaConf.create(dump_yaml(config))))
     assert again == config
@@ -48,14 +48,14 @@ def test_a_resolved_configuration_reads_back_the_same(name):
         ({"name": "dpo", "std": "group"}, "std=group is not read with loss=dpo. Leave it out, or write advantage=grpo"),
         ({"name": "dpo", "advantage": "gae"}, "advantage=gae is not read with loss=dpo."),
         ({"name": "dpo", "kl": {"coef": 0.1}}, "kl is not read with loss=dpo."),
-        ({"fixed_length": 9}, "fixed_length=9 is not read with advantage=grpo and loss=ppo. Leave it out, or write "
-                              "aggregation=fixed."),
-        ({"split_ratio": 0.5}, "write split=geometric"),
-        ({"sequence": "call"}, "write loss=gspo or importance_weights.level=sequence"),
-        ({"trust_region": {"max_kl": 1}}, "trust_region is not read with advantage=grpo and loss=ppo. Leave it out, or "
+        ({"args": {"fixed_length": 9}}, "args.fixed_length: is not read with advantage=grpo and loss=ppo. "
+         "Leave it out, or write aggregation=fixed."),
+        ({"args": {"split_ratio": 0.5}}, "write split=geometric"),
+        ({"args": {"sequence": "call"}}, "write loss=gspo or importance_weights.level=sequence"),
+        ({"args": {"max_kl": 1}}, "args.max_kl: is not read with advantage=grpo and loss=ppo. Leave it out, or "
                                           "write loss=trpo."),
-        ({"value": {"coef": 1.0}}, "write advantage=gae."),
-        ({"beta": 0.5}, "write loss=dpo, ipo or kto."),
+        ({"args": {"value_coef": 1.0}}, "write advantage=gae."),
+        ({"args": {"beta": 0.5}}, "write loss=dpo, ipo or kto."),
         ({"name": "reinforce", "skip_zero_variance": False}, "skip_zero_variance=False is not read with"),
         ({"by_source": {"web": {"gamma": 0.9}}}, "algorithm.by_source.web: gamma=0.9 is not read"),
         ({"by_source": {"web": {"by_source": {"x": "grpo"}}}}, "by_source.web has a by_source of its own."),
@@ -84,7 +84,7 @@ def test_contradictions_and_settings_in_vain_are_errors_that_say_what_to_write(s
 @pytest.mark.parametrize(
     ("algorithm", "instead"),
     [
-        ("grpo", "algorithm.baseline=none"),
+        ("grpo", "algorithm.args.baseline=none"),
         ("rloo", "algorithm.advantage=reinforce"),
         ("dpo", "algorithm.loss=sft"),
         ({"name": "reinforce", "by_source": {"web": "gigpo"}}, "algorithm.advantage=reinforce"),
@@ -95,5 +95,5 @@ def test_groups_of_one_are_refused_where_episodes_are_compared(algorithm, instea
     with pytest.raises(ConfigError) as error:
         validate(RunConfig, {"algorithm": algorithm, "rollout": {"group_size": 1}})
     assert f"Write rollout.group_size=8, or {instead}." in str(error.value)
-    for alone in ("reinforce", "ppo", "remax", "sft", "kto", "reinforce_plus_plus", {"baseline": "none"}):
+    for alone in ("reinforce", "ppo", "remax", "sft", "kto", "reinforce_plus_plus", {"args": {"baseline": "none"}}):
         validate(RunConfig, {"algorithm": alone, "rollout": {"group_size": 1}})

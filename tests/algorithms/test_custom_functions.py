@@ -34,9 +34,6 @@ def tanh_gate(new, old, advantage, tau: float = 1.0, tau_bad: float = 1.05):
     return -2 / t * (1 + torch.tanh(t / 2 * (ratio - 1))) * advantage, {"gate": ratio.detach()}
 
 
-# ------------------------------------------------------------------------------------------------ what they are given
-
-
 def test_custom_functions_equal_to_built_in_ones_give_equal_numbers():
     groups = random_groups(2)
     terms = terms_of(groups)
@@ -124,9 +121,6 @@ def test_a_method_and_an_object_that_can_be_called_are_functions_too():
         assert recipe(made).credit(groups, terms).advantage == pytest.approx(plain - 2.0)
 
 
-# ------------------------------------------------------------------------------------------------ what is wrong
-
-
 def no_gradient(new, advantage):
     return new.detach() * advantage
 
@@ -191,7 +185,7 @@ def test_settings_are_checked_against_both_signatures():
     with pytest.raises(ConfigError, match=r"'power'.*Write algorithm.args.power=VALUE"):
         recipe(lambda rewards, power: rewards)
     assert recipe(lambda rewards, **more: [r * more["power"] for r in rewards], args={"power": 2}).custom[0].accepts_any
-    with pytest.raises(ConfigError, match="args is not read with advantage=grpo and loss=ppo"):
+    with pytest.raises(ConfigError, match=r"args\.x: unknown key"):
         validate(AlgorithmConfig, {"args": {"x": 1}})
     with pytest.raises(
         ConfigError, match=r"or your own as package\.module:function; given 'grop'\. Did you mean 'grpo'"

@@ -58,7 +58,7 @@ def test_a_guard_multiplies_the_advantage_by_its_factor(settings, level):
     groups = random_groups(2)
     terms = terms_of(groups)
     sequence = {"sequence": level} if level else {}
-    algorithm = Recipe(AlgorithmConfig(importance_weights=settings, **sequence))
+    algorithm = Recipe(AlgorithmConfig(importance_weights=settings, args=sequence))
     assert algorithm.needs.proximal
     assert algorithm.config.ratio_policy == "proximal"
     gap = terms.proximal - terms.logprob

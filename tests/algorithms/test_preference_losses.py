@@ -55,7 +55,7 @@ def own_gradient(algorithm: Recipe, new: torch.Tensor, batch) -> torch.Tensor:
 @pytest.mark.parametrize("seed", range(3))
 def test_loss_and_gradient_equal_those_of_the_loss_written_out(name, which, seed):
     settings = {} if name == "kto" else {"pairs": which, "min_gap": 0.1}
-    algorithm = Recipe(AlgorithmConfig(name=name, beta=0.3, **settings))
+    algorithm = Recipe(AlgorithmConfig(name=name, args={"beta": 0.3} | settings))
     groups = algorithm.keep(random_groups(seed, most=5))
     terms = algorithm.credit(groups, terms_of(groups, seed))
     new = torch.from_numpy(-np.random.default_rng(seed).exponential(size=len(terms))).requires_grad_()
@@ -69,7 +69,7 @@ def test_loss_and_gradient_equal_those_of_the_loss_written_out(name, which, seed
 def test_dpo_golden_values():
     # gains 2 - 1 = 1 apart, beta 0.5: each term of the better one is pulled by 0.5 * sigmoid(-0.5)
     groups = [group(episode(1.0, tokens=1), episode(0.0, tokens=1))]
-    algorithm = Recipe(AlgorithmConfig(name="dpo", beta=0.5))
+    algorithm = Recipe(AlgorithmConfig(name="dpo", args={"beta": 0.5}))
     terms = algorithm.credit(groups, dataclasses.replace(terms_of(groups), reference=np.array([-3.0, -2.0])))
     new = torch.tensor([-1.0, -1.0]).double().requires_grad_()
     pull = 0.5 / (1 + np.exp(0.5))
@@ -110,5 +110,5 @@ def test_best_and_worst_alone_are_kept_and_the_rest_is_counted():
 
 def test_every_pair_weighs_the_same():
     groups = [group(episode(1.0), episode(0.5), episode(0.0)), group(episode(1.0), episode(0.0))]
-    terms = Recipe(AlgorithmConfig(name="dpo", pairs="all")).credit(groups, terms_of(groups))
+    terms = Recipe(AlgorithmConfig(name="dpo", args={"pairs": "all"})).credit(groups, terms_of(groups))
     assert terms.weight.tolist() == pytest.approx([1 / 4] * len(terms))  # 3 pairs and 1

@@ -11,7 +11,7 @@ import torch
 from algorithm_batches import batch_of, counters, episode, group, model_outputs, pick, random_groups, terms_of
 
 from arborl.algorithms import ADVANTAGES, LOSSES, PRESETS, AlgorithmNeeds, PerSourceAlgorithm, Recipe, make_algorithm
-from arborl.config.algorithm_config import ADVANTAGE_READS, LOSS_READS, AlgorithmConfig
+from arborl.config.algorithm_config import ADVANTAGE_READS, LOSS_READS, AlgorithmArgs, AlgorithmConfig
 from arborl.rollout.token_trees import build_token_trees
 from arborl.types import FinishReason, Group, Terms
 
@@ -66,7 +66,7 @@ def test_every_preset_has_a_gradient_that_is_independent_of_the_split(name):
 def test_tables_and_configuration_name_the_same_things():
     assert set(ADVANTAGES) == set(ADVANTAGE_READS)
     assert set(LOSSES) == set(LOSS_READS)
-    names = AlgorithmConfig.model_fields
+    names = AlgorithmConfig.model_fields | AlgorithmArgs.model_fields
     assert all(AlgorithmConfig(name=name).name == name for name in PRESETS)
     with pytest.raises(ValueError, match="must be one of"):
         AlgorithmConfig(name="unknown")
@@ -116,7 +116,7 @@ def test_only_sequence_losses_need_whole_sequences_and_only_trpo_a_trust_region(
     }
     regions = {name: make_algorithm(AlgorithmConfig(name=name)).trust_region for name in PRESETS}
     assert {name for name, region in regions.items() if region} == {"trpo"}
-    assert make_algorithm(AlgorithmConfig(name="trpo", trust_region={"max_kl": 0.5})).trust_region.max_kl == 0.5
+    assert make_algorithm(AlgorithmConfig(name="trpo", args={"max_kl": 0.5})).trust_region.max_kl == 0.5
 
 
 def test_gspo_over_calls_has_a_ratio_for_each_call():
@@ -125,13 +125,10 @@ def test_gspo_over_calls_has_a_ratio_for_each_call():
     now = torch.from_numpy(terms.logprob) + torch.tensor([0.1, 0.2, 0.4, 0.7]).double()
     gaps = {}
     for sequence in ("episode", "call"):
-        algorithm = Recipe(AlgorithmConfig(name="gspo", sequence=sequence, anchor="rollout"))
+        algorithm = Recipe(AlgorithmConfig(name="gspo", anchor="rollout", args={"sequence": sequence}))
         gaps[sequence] = algorithm.prepare(now, batch_of(algorithm.credit(groups, terms)))[:, 0].tolist()
     assert gaps["episode"] == pytest.approx([0.7 / 3] * 3 + [0.7])
     assert gaps["call"] == pytest.approx([0.1, 0.3, 0.3, 0.7])
-
-
-# ------------------------------------------------------------------------------------------------ bad input
 
 
 def test_flat_groups_are_skipped_only_when_asked():
@@ -141,7 +138,7 @@ def test_flat_groups_are_skipped_only_when_asked():
     assert algorithm.keep([flat, live, dead]) == [live]
     assert counters(algorithm) == {"dropped/empty_group": 1.0, "dropped/failed": 2.0, "dropped/zero_variance": 1.0}
     assert Recipe(AlgorithmConfig(skip_zero_variance=False)).keep([flat, live, dead]) == [flat, live]
-    assert Recipe(AlgorithmConfig(baseline="none")).keep([flat, live, dead]) == [flat, live]
+    assert Recipe(AlgorithmConfig(args={"baseline": "none"})).keep([flat, live, dead]) == [flat, live]
     assert Recipe(AlgorithmConfig(name="reinforce")).keep([flat, live, dead]) == [flat, live]
 
 
@@ -193,7 +190,7 @@ def test_groups_that_an_advantage_cannot_use_are_counted():
     maxrl = Recipe(AlgorithmConfig(name="maxrl"))
     assert maxrl.keep([group(episode(1.0), episode(-1.0))]) == []
     assert counters(maxrl) == {"dropped/negative_reward": 1.0}
-    sft = Recipe(AlgorithmConfig(name="sft", reward_threshold=0.9))
+    sft = Recipe(AlgorithmConfig(name="sft", args={"reward_threshold": 0.9}))
     (kept,) = sft.keep([group(episode(1.0), episode(0.5)), group(episode(0.1))])
     assert [e.reward for e in kept.episodes] == [1.0]
     assert counters(sft) == {"dropped/below_threshold": 2.0, "dropped/empty_group": 1.0}
@@ -205,8 +202,6 @@ def test_an_episode_that_sampled_nothing_still_counts_in_the_mean():
     assert terms.advantage.tolist() == [0.5]
     assert terms.weight.tolist() == [1.0]
 
-
-# ------------------------------------------------------------------------------------------------ by source
 
 BOTH = AlgorithmConfig(
     name="grpo",

@@ -8,8 +8,6 @@ capitals are filled in: SECRET (a file that anybody may read), FOLDER (which any
 One that succeeds must do no harm to the machine that shows it: it sets what is set already.
 """
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path

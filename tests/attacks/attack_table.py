@@ -3,8 +3,6 @@
 Levels that this machine does not have keep the column they had.
 """
 
-from __future__ import annotations
-
 import platform
 import re
 import sys

@@ -68,9 +68,6 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
     return bytes(out)
 
 
-# ------------------------------------------------------------------------------------------------ the readers
-
-
 def rows_file(name: str, text: str):
     def make(folder: Path) -> Path:
         (folder / name).write_text(text, encoding="utf-8")
@@ -122,7 +119,7 @@ def journal(folder: Path) -> Path:
     made = CallJournal(folder / "journal")
     made.begin("a", "digest")
     made.open_session("s")
-    made._base.execute("PRAGMA journal_mode=DELETE")
+    made._connection.execute("PRAGMA journal_mode=DELETE")
     made.close()
     return folder / "journal"
 

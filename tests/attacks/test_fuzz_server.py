@@ -74,8 +74,6 @@ def test_no_request_of_its_schema_is_answered_with_a_server_error(tmp_path, monk
     assert {200, 422} <= set(seen)
 
 
-# ------------------------------------------------------------------------------------------------ bytes
-
 WHOLE = (
     b"POST /call HTTP/1.1\r\nHost: 127.0.0.1\r\nX-API-Key: secret\r\nContent-Type: application/json\r\n"
     b'Content-Length: 62\r\n\r\n{"name": "calculator", "arguments": {"expression": "6*7"}}    '

@@ -58,7 +58,7 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="session")
 def viewed():
     """Makes viewers of folders; returns their addresses."""
-    from arborl.view.web.viewer import Viewer
+    from arborl.view.web.app import Viewer
 
     made = []
 

@@ -86,15 +86,15 @@ def test_a_token_tells_everything_that_is_known_of_it(page, address):
         "version",
     ):
         expect(about).to_contain_text(name)
-    expect(about).to_contain_text("It won against")
+    expect(about).to_contain_text("Most likely other tokens")
     expect(about).to_contain_text("Jump")
-    expect(about).to_contain_text("Siblings chose here")
+    expect(about).to_contain_text("Other episodes sampled here")
     expect(about).to_contain_text("Left")
     before = page.locator(".token.sampled").first.evaluate("one => getComputedStyle(one).backgroundColor")
     page.locator("select[name=colour]").select_option("advantage")
     assert page.locator(".token.sampled").first.evaluate("one => getComputedStyle(one).backgroundColor") != before
     page.reload()
-    expect(page.locator(".about")).to_contain_text("Siblings chose here")  # the token is in the address
+    expect(page.locator(".about")).to_contain_text("Other episodes sampled here")  # the token is in the address
 
 
 def test_hostile_words_are_text(page, address):
@@ -110,16 +110,16 @@ def test_the_tree_and_two_episodes_from_where_they_part(page, address):
     at(page, address, "group")
     page.locator(".tree g").nth(1).hover()
     expect(page.locator("div.stretch")).to_contain_text("sampled by")
-    page.get_by_label("put episode 1 beside another").check()
-    page.get_by_label("put episode 2 beside another").check()
-    page.get_by_role("link", name="Put the two beside each other").click()
-    expect(page.locator("main")).to_contain_text("They part in call 1, at token 2 of the reply")
+    page.get_by_label("compare episode 1 with another").check()
+    page.get_by_label("compare episode 2 with another").check()
+    page.get_by_role("link", name="Compare both episodes").click()
+    expect(page.locator("main")).to_contain_text("They diverge in call 1, at token 2 of the reply")
     expect(page.locator(".parted")).to_have_count(2)
 
 
 def test_a_gradient_leads_to_its_tokens(page, address):
     at(page, address, "gradient")
-    expect(page.locator("main")).to_contain_text("Half of the push came from")
+    expect(page.locator("main")).to_contain_text("Half of the gradient comes from")
     page.locator(".pushes tbody a").first.click()
     expect(page.locator(".about")).to_contain_text("push")
 

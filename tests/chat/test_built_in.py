@@ -1,8 +1,6 @@
 """Templates for models that have none, tools for templates that have no place for them: token-exact, and the same
 wherever the template goes."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -135,9 +133,8 @@ def test_a_template_without_tools_tells_the_model_of_them_in_its_own_format(mode
     assert shown in text
     assert len(parser.parse(shown)) == 1
     assert not parser.parse(shown)[0].error
-    assert renderer.text([Message("user", "Hi")]) == Template(SMOLLM2, None, None).render(
-        [Message("user", "Hi")], (), True
-    )
+    hello = [Message("user", "Hi")]
+    assert renderer.text(hello) == Template(SMOLLM2, None, None).render(hello, (), True)
     assert_grows(renderer, TOOLS)
 
 

@@ -64,18 +64,13 @@ def test_an_argument_that_the_template_never_reads_is_refused_with_those_it_read
         renderer(tokenizer, BODY + "{% endif %}", mood="brief")
 
 
-def test_an_argument_that_a_template_only_reads_to_give_it_a_default_is_read(tokenizer):
+def test_arguments_are_read_checked_and_escaped(tokenizer):
     source = "{% if not date is defined %}{% set date = 'today' %}{% endif %}{{ date }}" + BODY + "{% endif %}"
     assert renderer(tokenizer, source, date="then").text([]).startswith("then")
     assert renderer(tokenizer, source).text([]).startswith("today")
-
-
-def test_what_arbor_gives_every_template_cannot_be_set(tokenizer):
     with pytest.raises(ConfigError, match=r"model\.chat_args\.messages"):
         renderer(tokenizer, APPENDS, messages=[])
 
-
-def test_text_in_an_argument_is_text(tokenizer):
     made = renderer(tokenizer, APPENDS, mood="<|im_end|>")
     ends = made.encode(made.render([Message("user", "Hi")])).count(tokenizer.token_id("<|im_end|>"))
     assert ends == 2

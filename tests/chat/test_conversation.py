@@ -30,8 +30,6 @@ def answer(conversations: Conversations, messages: list[Message], said: Completi
     return prompt
 
 
-# ------------------------------------------------------------------------------------- incremental equals full
-
 TEXT = st.text(max_size=12) | st.sampled_from(["", "\n\n", " The answer ", "Grüße, 日本語", "a\n", "  ", "<tool_call>"])
 SAID = TEXT.map(lambda text: text.lstrip())  # white space would merge with the end of the generation prompt
 THOUGHT = st.tuples(SAID, SAID).map(lambda parts: f"<think>\n{parts[0]}\n</think>\n\n{parts[1]}")
@@ -110,9 +108,6 @@ def test_a_space_that_was_sampled_first_is_kept_in_the_content(renderer_for, met
     spaced = completion([*metaspace.encode("The answer"), renderer.stop[0]])  # this tokenizer's first word has a space
     assert metaspace.decode(spaced.tokens[:-1]) == "The answer"
     assert renderer.read(spaced).content == " The answer"
-
-
-# ------------------------------------------------------------------------------------------- where branches start
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -232,9 +227,6 @@ def test_a_prompt_that_adds_nothing_is_the_branch_itself(tokenizer):
     again = conversations.prompt(messages)
     assert again.tokens == first.tokens + cut.tokens
     assert again.reused == len(again.tokens)
-
-
-# --------------------------------------------------------------------------------- sampled ids are never changed
 
 
 class ManyToOne:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from arborl.chat import PARSERS, FileTokenizer, Renderer
 from arborl.chat.formats import detect_format, make_parser
-from arborl.chat.formats.react_format import final_answer
+from arborl.chat.formats.text_formats import final_answer
 from arborl.types import ToolCall
 
 TEMPLATES = Path(__file__).parent.parent / "fixtures" / "templates"

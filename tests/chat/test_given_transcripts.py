@@ -1,7 +1,5 @@
 """A given transcript has the ids that a rollout would have recorded, had the model said what is in it."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from dataclasses import replace

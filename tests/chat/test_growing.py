@@ -1,7 +1,5 @@
 """A conversation that grows is rendered at the cost of what is new, and the text is always that of the whole."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

@@ -53,20 +53,11 @@ def test_no_text_breaks_the_parser_and_every_opening_outside_json_is_a_call(piec
         assert (call.error is None) == bool(call.name)
 
 
-def test_text_without_calls_has_none():
+def test_calls_are_read_with_spaces_tags_in_strings_and_text_arguments():
     assert PARSER.parse("Just text, and </tool_call> alone.") == ()
-
-
-def test_white_space_around_the_json_is_fine():
     assert PARSER.parse('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>') == (ToolCall("call_0", "f"),)
-
-
-def test_a_closing_tag_inside_a_string_does_not_close_the_call():
     text = '<tool_call>{"name": "f", "arguments": {"x": "</tool_call>"}}</tool_call>'
     assert PARSER.parse(text) == (ToolCall("call_0", "f", {"x": "</tool_call>"}),)
-
-
-def test_arguments_may_be_left_out_or_be_a_string_that_holds_an_object():
     assert PARSER.parse('<tool_call>{"name": "f"}</tool_call>') == (ToolCall("call_0", "f"),)
     quoted = json.dumps({"name": "f", "arguments": json.dumps({"a": [1]})})
     assert PARSER.parse(f"<tool_call>{quoted}</tool_call>") == (ToolCall("call_0", "f", {"a": [1]}),)
@@ -108,13 +99,10 @@ def test_a_call_left_open_at_the_end_is_a_call_with_an_error(cut):
     assert "End it with </tool_call>" in (call.error or "")
 
 
-def test_a_call_left_open_does_not_swallow_the_next_one():
+def test_a_bad_call_does_not_affect_the_next():
     first, second = PARSER.parse('<tool_call>{"name": "f"}\n<tool_call>{"name": "g"}</tool_call>')
     assert "not closed" in (first.error or "")
     assert second == ToolCall("call_1", "g")
-
-
-def test_a_malformed_call_does_not_cost_the_next_one():
     first, second = PARSER.parse('<tool_call>{oops}</tool_call><tool_call>{"name": "g"}</tool_call>')
     assert "not valid JSON" in (first.error or "")
     assert second == ToolCall("call_1", "g")

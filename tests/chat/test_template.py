@@ -75,47 +75,34 @@ def test_white_space_around_blocks_is_treated_as_transformers_treats_it(tokenize
     assert Template(source, None, None).render([USER, CALL, USER], (), generation=False) == expected
 
 
-def test_a_sampled_message_is_shown_as_its_text_and_one_written_by_hand_as_its_calls():
+def test_messages_are_shown_as_sampled_or_with_their_calls():
     assert NO_ESCAPING.message(SAMPLED) == {"role": "assistant", "content": SAMPLED.content}
     function = {"name": "add", "arguments": {"a": 1, "b": [None, "ü<&>"]}}
     assert NO_ESCAPING.message(CALL)["tool_calls"] == [{"id": "call_0", "type": "function", "function": function}]
     assert NO_ESCAPING.message(RESULT) == {"role": "tool", "content": "3", "tool_call_id": "call_0", "name": "add"}
-
-
-def test_a_sampled_message_appears_verbatim():
     assert f"<|im_start|>assistant\n{SAMPLED.content}<|im_end|>\n" in ours("chatml_hermes").render(
         [USER, SAMPLED, USER], TOOLS, generation=True
     )
-
-
-def test_a_model_without_begin_token_renders_nothing_for_it():
     assert Template("[{{ bos_token }}]", None, None).render([USER], (), generation=False) == "[]"
 
 
-def test_what_the_template_refuses_is_told_with_the_roles():
+def test_errors_name_roles_and_lines_and_the_sandbox_holds():
     with pytest.raises(
         ValueError, match=r"refused the messages \(user, system\): a system message can only come first"
     ):
         ours("mistral").render([USER, Message("system", "x")], (), generation=True)
 
-
-def test_a_template_that_does_not_compile_is_told_with_its_line():
     with pytest.raises(ConfigError, match="line 2"):
         Template("fine\n{% if %}", None, None)
 
-
-def test_a_template_cannot_reach_out_of_its_sandbox():
     with pytest.raises(ValueError, match="refused"):
         Template("{{ messages.append(1) }}", None, None).render([USER], (), generation=True)
 
 
-def test_the_date_is_taken_once():
+def test_dates_are_fixed_and_generation_marks_change_nothing():
     template = Template("{{ strftime_now('%d %b %Y') }}", None, None, now=datetime(2024, 7, 26))
     assert template.render([USER], (), generation=True) == "26 Jul 2024"
     clock = Template("{{ strftime_now('%H:%M:%S.%f') }}", None, None)
     assert clock.render([USER], (), generation=True) == clock.render([USER], (), generation=True)
-
-
-def test_marks_for_generated_text_change_nothing():
     source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
     assert Template(source, None, None).render([Message("user", "a"), USER], (), generation=True) == "a"

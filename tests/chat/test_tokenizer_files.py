@@ -11,40 +11,40 @@ from arborl.types import Message, ToolSpec
 TOOL = ToolSpec("add", "Add.", {"type": "object", "properties": {}})
 
 
-def test_special_tokens_are_parsed_and_none_is_added(tokenizer):
+def test_special_tokens_are_parsed_and_nothing_is_added_or_cut(tokenizer):
     ids = tokenizer.encode("<|im_start|>user")
     assert ids[0] == tokenizer.token_id("<|im_start|>")
     assert tokenizer.encode("") == []
     assert tokenizer.decode(ids) == "<|im_start|>user"
-
-
-def test_truncation_and_padding_saved_in_the_file_are_off(tokenizer):
     text = "The lake is frozen and the goal is to the right. " * 9
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode("a")) == 1
-
-
-def test_an_unknown_token_has_no_id_and_the_vocabulary_counts_added_tokens(tokenizer):
     assert tokenizer.token_id("<|nobody|>") is None
     assert tokenizer.vocab_size == tokenizer._tokenizer.get_vocab_size() > 256
 
 
-def test_a_folder_without_tokenizer_says_what_to_put_there(tmp_path):
+def test_missing_and_broken_tokenizer_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"no tokenizer\.json.*save_pretrained"):
         FileTokenizer(tmp_path)
 
-
-def test_a_broken_tokenizer_file_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         FileTokenizer(tmp_path)
 
 
-def test_a_broken_settings_file_is_named(model_folder):
+def test_wrong_settings_and_templates_are_named(model_folder):
     folder = model_folder()
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json: not valid JSON"):
         FileTokenizer(folder)
+
+    folder = model_folder(tokenizer_config={"eos_token": "<|nobody|>", "chat_template": "x"})
+    with pytest.raises(ConfigError, match=r"'<\|nobody\|>' is not in tokenizer\.json"):
+        Renderer.from_folder(folder)
+
+    folder = model_folder(tokenizer_config={"eos_token": "</s>", "chat_template": [{"name": "rag", "template": "x"}]})
+    with pytest.raises(ConfigError, match="only templates named rag"):
+        Renderer.from_folder(folder)
 
 
 def test_a_folder_that_names_no_end_token_says_where_to_write_one(tokenizer_folder, tmp_path):
@@ -59,12 +59,6 @@ def test_a_folder_that_names_no_end_token_says_where_to_write_one(tokenizer_fold
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     with pytest.raises(ConfigError, match="eos_token"):
         Renderer.from_folder(tmp_path)
-
-
-def test_an_end_token_outside_the_vocabulary_is_an_error(model_folder):
-    folder = model_folder(tokenizer_config={"eos_token": "<|nobody|>", "chat_template": "x"})
-    with pytest.raises(ConfigError, match=r"'<\|nobody\|>' is not in tokenizer\.json"):
-        Renderer.from_folder(folder)
 
 
 def test_special_tokens_are_read_bare_as_objects_and_from_the_second_file(model_folder):
@@ -106,14 +100,6 @@ def test_a_model_with_a_second_template_for_tools_uses_it_when_there_are_tools(m
     renderer = Renderer.from_folder(folder)
     assert renderer.text([Message("user", "x")]) == "plain"
     assert renderer.text([Message("user", "x")], [TOOL]) == "with 1"
-
-
-def test_templates_without_a_default_are_listed(model_folder):
-    folder = model_folder(
-        tokenizer_config={"eos_token": "</s>", "chat_template": [{"name": "rag", "template": "x"}]},
-    )
-    with pytest.raises(ConfigError, match="only templates named rag"):
-        Renderer.from_folder(folder)
 
 
 def test_parsers_are_found_by_name():

@@ -48,19 +48,6 @@ def test_a_checkpoint_has_its_files_its_state_and_a_manifest_of_both(tmp_path):
     assert manifest["files"]["optimizer.pt"][0] == 1000
 
 
-def test_a_write_that_fails_midway_leaves_the_previous_checkpoint_as_latest(tmp_path):
-    save(tmp_path, 1, writer(), {}, keep=2)
-
-    def fails(folder):
-        writer()(folder)
-        raise OSError("disk full")
-
-    with pytest.raises(DiskWriteError, match="step-000002: cannot be written: disk full"):
-        save(tmp_path, 2, fails, {}, keep=2)
-    assert find(tmp_path, "latest").name == "step-000001"
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
-
-
 def full(folder):
     """As on a full disk: the device says so at every write."""
     writer()(folder)
@@ -194,19 +181,11 @@ def test_a_truncated_file_is_passed_over_for_latest_and_named_when_asked_for(tmp
     newest = save(tmp_path, 2, writer(), {}, keep=3)
     os.truncate(newest / "optimizer.pt", 10)
     with caplog.at_level(logging.WARNING):
-        assert find(tmp_path, "latest", verify=False).name == "step-000001"
+        assert find(tmp_path, "latest").name == "step-000001"
     assert "step-000002" in caplog.text
     assert "optimizer.pt has 10 bytes, and 1000 were written" in caplog.text
     with pytest.raises(DamagedCheckpoint, match=r"optimizer\.pt has 10 bytes.*has steps 1; write"):
         find(tmp_path, "2")
-
-
-def test_changed_bytes_of_the_same_size_are_found_by_hash(tmp_path):
-    folder = save(tmp_path, 3, writer("weights"), {}, keep=3)
-    (folder / "model" / "model.safetensors").write_text("weighty")
-    assert find(tmp_path, "3", verify=False) == folder
-    with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors has the right size, but not the content"):
-        find(tmp_path, "3")
 
 
 def as_version_1(folder):

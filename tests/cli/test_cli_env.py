@@ -217,12 +217,11 @@ def test_the_model_of_a_run_plays_with_the_prompt_of_its_run(tmp_path):
     assert not other.env.prompt.is_set
 
 
-def test_typed_text_selects_an_action():
-    assert typed_action("w", MOVES) == MOVES[3]
-    assert typed_action("DOWN", MOVES) == MOVES[1]
-    assert typed_action("3", MOVES) == MOVES[2]
-    assert typed_action("9", MOVES) == "9"
-    assert typed_action("buy it", []) == "buy it"
+@pytest.mark.parametrize(
+    ("typed", "action"), [("w", MOVES[3]), ("DOWN", MOVES[1]), ("3", MOVES[2]), ("9", "9"), ("buy it", "buy it")]
+)
+def test_typed_text_selects_an_action(typed, action):
+    assert typed_action(typed, MOVES) == action
 
 
 def test_arguments_are_parsed_as_yaml():

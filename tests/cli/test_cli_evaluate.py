@@ -7,7 +7,6 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner, Result
 
 from arborl.cli.main import app
@@ -60,7 +59,7 @@ def test_prompts_are_answered_in_order_and_scored_if_they_have_answers(here: Pat
 
 
 def test_a_message_is_answered_on_standard_output() -> None:
-    words = ["engine=scripted", "engine.replies=[Five.]"]
+    words = ["engine=scripted", "engine.args.replies=[Five.]"]
     done = call("seedling", "--message", "What is 2 + 3?", *words, *SMALL[2:])
     assert done.exit_code == 0, done.output
     assert done.stdout == "Five.\n"
@@ -91,23 +90,3 @@ def test_exit_code_1_if_every_episode_failed(seedling) -> None:
         server.kill()
     assert done.exit_code == 1, done.output
     assert "answers 404" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["seedling", "seed"], "A setting is written seed=VALUE"),
-        (["seedling", "seedling"], "seedling: named twice"),
-        (["seedling", "--output", "x.txt"], "Write one of .json, .jsonl, .csv, .html."),
-        (["seedling", "--output", "no/x.json"], "there is no folder 'no'"),
-        (["seedling", "--message", "Hi", "--env", "sokoban"], "--env and --episodes select held-out tasks"),
-        (["seedling", "--base-url", "http://x"], "Write --model openai:NAME."),
-        (["seedling", "--input", "none.json"], "none.json"),
-        (["seedling", "--message", "Hi", "--message", ""], "prompt 2, question: empty"),
-        (["openai:x", "--base-url", "http://127.0.0.1:9"], "no server there"),
-    ],
-)
-def test_wrong_input_is_reported_before_any_episode(words: list[str], message: str) -> None:
-    done = call(*words)
-    assert done.exit_code == 2, done.output
-    assert message in " ".join(done.stderr.split())

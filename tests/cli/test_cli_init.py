@@ -43,25 +43,6 @@ def test_every_part_is_written_with_a_test_that_passes(here: Path) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["envv", "x"], "Did you mean 'env'?"),
-        (["env"], "Write arborl init env NAME."),
-        (["env", "my-env"], "not a module name"),
-        (["env", "x", "--path", "y"], "--path is for a configuration"),
-        (["--preset", "lakes"], "Did you mean 'lake'?"),
-        (["--path", "run.txt"], "Write run.yaml."),
-        (["--path", "no/run.yaml"], "there is no folder 'no'"),
-    ],
-)
-def test_wrong_input_is_one_message(here: Path, words: list[str], message: str) -> None:
-    done = call(*words)
-    assert done.exit_code == 2, done.output
-    assert message in done.stderr
-    assert list(here.iterdir()) == []
-
-
 def test_existing_files_are_overwritten_only_with_force(here: Path) -> None:
     (here / "test_x.py").write_text("mine")
     assert "exists already" in call("tool", "x").stderr

@@ -33,24 +33,3 @@ def test_chat_commands(here):
     (episode,) = [json.loads(line) for line in (here / "talk.jsonl").read_text().splitlines()]
     assert [turn["message"]["role"] for turn in episode["turns"]] == ["assistant"]
     assert len(episode["calls"]) >= 3
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (["serve"], "no model to serve"),
-        (["serve", "seedling", "--host", "0.0.0.0"], "Write --api-key KEY"),
-        (["serve", "no/such/folder"], "no model is called"),
-        (["serve", "seedling", "--follow", "nowhere"], "no config.yaml"),
-        (["serve", "seedling", "--api-key-file", "nowhere"], "cannot be read"),
-        (["serve", "seedling", "--checkpoint", "other"], "other"),
-        (["chat"], "no model. Write"),
-        (["chat", "seedling", "--agent", "other"], "the run has chat"),
-        (["chat", "seedling", "--field", "document_content"], "NAME=FILE"),
-    ],
-)
-def test_wrong_input_is_one_line(arguments, word):
-    done = run(*arguments)
-    assert done.exit_code == 2
-    assert word in done.output
-    assert len(done.output.splitlines()) == 1

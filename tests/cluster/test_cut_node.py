@@ -121,4 +121,4 @@ def test_a_run_goes_on_when_the_network_of_a_node_is_cut_and_says_what_it_cost(t
     assert sum(row["rollout/processes_replaced"] for row in rows) == 1
     assert sum(row["engine/seconds_lost"] for row in rows) > 1
     assert sum(row["rollout/seconds_lost"] for row in rows) > 1
-    assert "Processes of the run were lost and replaced: 1 × engine, " in (home / "run.log").read_text()
+    assert "Processes were lost and replaced: 1 × engine, " in (home / "run.log").read_text()

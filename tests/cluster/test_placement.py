@@ -99,7 +99,7 @@ def test_gpus_are_counted_over_all_nodes_and_a_node_that_is_back_is_found_by_its
     ("words", "message"),
     [
         (["placement.engines=9"], r"requests 9 cores .* the cluster has 8 on 2 node"),
-        (["placement.engines=1", "placement.cpus_per_engine=5"], r"an engine runs on one node; .* 4, 4 cores"),
+        (["placement.engines=1", "threads=5"], r"an engine runs on one node; .* 4, 4 cores"),
         (["placement.engines=2", "placement.device_mapping.engines=[0,2]"], r"names GPU 2, and the cluster has 2"),
         (["placement.reward_workers=1"], "only the reward env"),
     ],
@@ -193,8 +193,8 @@ def test_a_run_on_two_nodes_that_loses_an_engine_and_a_worker_is_the_run_in_one_
     assert sum(row["rollout/processes_hung"] for row in rows) == 0
     assert f"process {killed[0][0]}" in caplog.text  # the log names the lost process
     assert killed[1].name in caplog.text
-    assert "Processes of the run were lost and replaced: 1 × engine, " in caplog.text  # and what it cost
-    assert "processes of the run were lost and replaced" in (tmp_path / "ray" / "report.html").read_text().lower()
+    assert "Processes were lost and replaced: 1 × engine, " in caplog.text  # and what it cost
+    assert "processes were lost and replaced" in (tmp_path / "ray" / "report.html").read_text().lower()
 
 
 @pytest.mark.slow

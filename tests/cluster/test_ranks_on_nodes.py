@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from arborl.config.load_config import load
-from arborl.learner.distributed.rank_connections import interface_of
+from arborl.learner.distributed.rank_group import interface_of
 from arborl.track.jsonl import read_metrics
 from arborl.training_run import train
 

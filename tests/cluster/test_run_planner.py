@@ -100,8 +100,8 @@ def test_sharding_strategies_divide_the_memory():
         ({}, "ddp"),
         ({"strategy": "fsdp2"}, "fsdp2"),
         ({"strategy": "tensor"}, "tensor"),
-        ({"strategy": "deepspeed", "zero_stage": 3}, "fsdp2"),
-        ({"strategy": "deepspeed", "zero_stage": 1}, "ddp"),
+        ({"strategy": "zero3"}, "fsdp2"),
+        ({"strategy": "zero1"}, "ddp"),
     ],
 )
 def test_the_strategy_of_a_configuration_is_the_one_that_is_planned(learner, planned):

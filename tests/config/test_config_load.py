@@ -262,11 +262,11 @@ def test_another_algorithm_on_top_of_a_runs_own_file_is_that_algorithm(tmp_path,
 
 def test_dotted_keys_of_a_file_are_the_nested_ones(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("learner.lr: 0.5\nenv: sokoban\nenv.args.size: 3\nrollout:\n  val_envs.group_size: 2\n")
+    file.write_text("learner.lr: 0.5\nenv: sokoban\nenv.args.size: 3\nevaluation:\n  sampling.top_k: 2\n")
     config = load(file, ["learner.epochs=2"])
     assert (config.learner.lr, config.learner.epochs) == (0.5, 2)
     assert (config.env.name, config.env.args) == ("sokoban", {"size": 3})
-    assert config.rollout.val_envs.group_size == 2
+    assert config.evaluation.sampling == {"top_k": 2}
 
 
 def test_a_key_given_dotted_and_nested_is_an_error_unless_both_agree(tmp_path):

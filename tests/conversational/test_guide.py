@@ -343,13 +343,13 @@ def test_every_field_of_a_training_configuration_reaches_the_run(tmp_path):
     assert run.trainer.save_every == 7
     assert run.evaluation.every == 5
     learner = run.learner
-    assert (learner.lr, learner.betas, learner.max_grad_norm, learner.warmup_ratio) == (5e-6, (0.8, 0.98), 0.7, 0.1)
+    assert (learner.lr, learner.betas, learner.max_grad_norm, learner.warmup) == (5e-6, (0.8, 0.98), 0.7, 0.1)
     assert (run.rollout.tasks_per_step, run.rollout.group_size, run.rollout.episode_seconds) == (8, 6, 7)
     assert (run.sampling.max_tokens, run.sampling.max_context, run.sampling.temperature) == (20, 220, 0.9)
     assert learner.micro_batch_tokens == 2 * 6 * 220
     lora = run.model.lora
     assert (lora.rank, lora.alpha, lora.dropout, lora.target) == (4, 8, 0.05, ("q_proj", "v_proj"))
-    assert (run.model.dtype, run.track.wandb.project, run.seed) == ("bfloat16", "bread", 3)
+    assert (run.model.dtype, run.track.trackers[0].args, run.seed) == ("bfloat16", {"project": "bread"}, 3)
     assert (run.algorithm.kl.coef, run.algorithm.clip_low, run.algorithm.clip_high) == (0.1, 0.15, 0.15)
 
 

@@ -123,8 +123,8 @@ def test_it_is_a_reward_by_path_and_as_an_object(made, tmp_path):
     by_path = {"name": "reward_model", "args": {"path": str(reward.folder), "device": "cpu"}}
     done = arborl.run(
         data=rows, rewards=[copy, by_path], steps=1, engine="scripted", output_dir=tmp_path / "run",
-        **{"engine.replies": ["I am sorry.", "The shop is old."], "rollout.tasks_per_step": 2, "rollout.group_size": 2,
-           "evaluation.tasks": 0, "track.tensorboard": False, "track.gifs": 0},
+        **{"engine.args.replies": ["I am sorry.", "The shop is old."], "rollout.tasks_per_step": 2,
+           "rollout.group_size": 2, "evaluation.tasks": 0, "track.tensorboard": False, "track.gifs": 0},
     )  # fmt: skip
     store = EpisodeStore(done.folder / "episodes")
     for one in store.read(store.paths()[0]):

@@ -89,7 +89,7 @@ def test_a_script_of_agentfly_becomes_a_run_that_starts(written, monkeypatch):
     assert done.exit_code == 0, done.output
     assert re.search(r"algorithm\.adv_estimator=grpo +algorithm\.name=grpo", done.output)
     more = ["model=seedling", "output_dir=out", "evaluation.tasks=2", "rollout.group_size=2", "trainer.steps=1"]
-    more += ["rollout.tasks_per_step=2", "learner.minibatches=1", "~track.wandb"]
+    more += ["rollout.tasks_per_step=2", "learner.minibatches=1", "track.trackers=[]"]
     assert train(load(written / "run.yaml", more), stub=True).summary["steps"] == 1
 
 

@@ -147,7 +147,7 @@ def test_the_environment_is_the_one_its_tag_leads_to(read, tag, env):
     source = config.data.sources[tag]
     assert source.env.name == env
     assert source.ratio == 1
-    assert (source.limits.max_turns, source.env.args["max_steps"], source.sampling.max_tokens) == (9, 9, 64)
+    assert (source.rollout, source.env.args["max_steps"], source.sampling) == ({"max_turns": 9}, 9, {"max_tokens": 64})
 
 
 def test_sampling_of_the_environment_managers_is_read_for_training_and_validation(read):
@@ -157,30 +157,30 @@ def test_sampling_of_the_environment_managers_is_read_for_training_and_validatio
     assert (drawn.temperature, drawn.top_p, drawn.top_k, drawn.max_tokens) == (0.99, 0.99, 100, 100)
     assert config.evaluation.temperature == 0.2
     lines = {line.key: line.path for line in draft.lines}
-    assert lines["val_env_manager.generating_args.top_p"] == "evaluation.top_p"
+    assert lines["val_env_manager.generating_args.top_p"] == "evaluation.sampling.top_p"
     over = read(actor_infer={"generating_args": {"max_new_tokens": 50, "temperature": 0.7}})
     drawn = config_of(over).sampling
     theirs = (0.7, 50, 0.7, 50)  # their defaults where left out
     assert (drawn.temperature, drawn.max_tokens, drawn.top_p, drawn.top_k) == theirs
     assert config_of(over).evaluation.temperature == 0.7  # it goes before validation's own there
-    assert config_of(over).data.sources["Ice"].sampling.max_tokens == 50
+    assert config_of(over).data.sources["Ice"].sampling["max_tokens"] == 50
 
 
 def test_groups_validation_and_rendering_are_theirs(read):
     config = config_of(read())
     assert (config.rollout.tasks_per_step, config.rollout.group_size, config.rollout.concurrency) == (4, 8, 32)
-    assert config.rollout.val_envs.tags == ("Puzzle", "Ice")
-    assert (config.rollout.val_envs.num_groups_partition, config.rollout.val_envs.group_size) == ((8, 4), 2)
-    assert (config.evaluation.tasks, config.evaluation.every) == (12, 10)
-    assert (config.rollout.envs.max_env_num_per_worker, config.rollout.workers) == (16, "process")
-    assert (str(config.track.render_save_dir), str(config.output_dir)) == ("render", "output/play")
+    assert config.data.evaluation_counts == {"Puzzle": 8, "Ice": 4}
+    assert [config.data.sources[name].ratio for name in ("Ice", "Puzzle")] == [1, 0]
+    assert (config.evaluation.tasks, config.evaluation.group_size, config.evaluation.every) == (12, 2, 10)
+    assert (config.rollout.envs_per_process, config.rollout.workers) == (16, "process")
+    assert (config.track.render_every, str(config.output_dir)) == (10, "output/play")
 
 
 def test_several_tags_share_the_batch_as_their_groups_do(read):
     more = {"train_env_manager__tags": ["Ice", "Puzzle"], "train_env_manager__num_groups_partition": [3, 1]}
     draft = read(**more, rollout_batch_size=64)
     config = config_of(draft)
-    assert config.rollout.envs.num_groups_partition == (6, 2)
+    assert [config.data.sources[name].ratio for name in ("Ice", "Puzzle")] == [0.75, 0.25]
     tree = draft.tree() | {"model": {"name": "seedling"}, "engine": {"name": "scripted"}}
     parts = build(validate(RunConfig, tree))
     assert sorted(task.source for task in parts.source.take(0, 8)) == ["Ice"] * 6 + ["Puzzle"] * 2
@@ -189,8 +189,8 @@ def test_several_tags_share_the_batch_as_their_groups_do(read):
 def test_what_they_do_without_a_word_is_written_out(read):
     config = config_of(read())
     algorithm = config.algorithm
-    assert (algorithm.std, algorithm.baseline, algorithm.aggregation) == ("group", "mean", "episode")
-    assert (algorithm.anchor, algorithm.skip_zero_variance, algorithm.dual_clip) == ("proximal", False, None)
+    assert (algorithm.std, algorithm.options.baseline, algorithm.aggregation) == ("group", "mean", "episode")
+    assert (algorithm.anchor, algorithm.skip_zero_variance, algorithm.options.dual_clip) == ("proximal", False, None)
     assert (algorithm.advantage_clip, config.learner.betas, config.learner.decay) == (0.2, (0.9, 0.999), "none")
     assert (config.model.dtype, config.learner.recompute, config.learner.epochs) == ("float32", False, 2)
     assert config.learner.minibatches == 2  # 32 episodes by 2 rows x 4 times x (4 devices / 2)
@@ -199,7 +199,7 @@ def test_what_they_do_without_a_word_is_written_out(read):
     plain = config_of(read(actor_train=None, seed=None, custom_envs=ice, val_env_manager=None))
     assert (plain.model.dtype, plain.learner.lr, plain.learner.decay, plain.seed) == ("bfloat16", 5e-5, "linear", 42)
     ours = {"size": 4, "frozen": 0.8, "slippery": True, "format_penalty": 0.0, "max_steps": 5}
-    assert plain.data.sources["Ice"].env.args == ours
+    assert plain.env.args == ours
     assert plain.evaluation.tasks == 0
 
 
@@ -259,7 +259,7 @@ BY_GROUP = {"grouping": "traj_group_id"}
 def test_the_algorithm_is_what_estimator_normalisation_and_whitening_come_to(read, given, ours):
     found = config_of(read(**given)).algorithm
     for name, value in ours.items():
-        got = getattr(found, name)
+        got = getattr(found if hasattr(found, name) else found.options, name)
         if isinstance(value, dict):
             assert {key: getattr(got, key) for key in value} == value
         else:
@@ -269,8 +269,16 @@ def test_the_algorithm_is_what_estimator_normalisation_and_whitening_come_to(rea
 def test_gae_brings_a_critic_of_its_own_and_values_by_token(read):
     draft = read(adv_estimator="gae", lambd=0.9, value_clip=0.5, critic={"training_args": {"learning_rate": 1e-5}})
     config = config_of(draft)
-    assert (config.algorithm.name, config.algorithm.gae_level, config.algorithm.gae_lambda) == ("ppo", "token", 0.9)
-    assert (config.learner.critic, config.learner.critic_lr, config.algorithm.value.clip) == ("separate", 1e-5, 0.5)
+    assert (config.algorithm.name, config.algorithm.options.gae_level, config.algorithm.options.gae_lambda) == (
+        "ppo",
+        "token",
+        0.9,
+    )
+    assert (config.learner.critic, config.learner.critic_lr, config.algorithm.options.value_clip) == (
+        "separate",
+        1e-5,
+        0.5,
+    )
     assert (config.algorithm.whiten, config.algorithm.aggregation) == ("token", "episode")
     assert {line.key: line.path for line in draft.lines}["reward_pretrain"] == "learner.critic_from"
 
@@ -330,7 +338,7 @@ def test_parts_without_counterpart_are_errors_with_advice(read, more, says):
 def test_a_name_of_theirs_can_be_given_one_of_ours(read):
     ice = {"env_type": "chess", "max_steps": 4, "max_tokens_per_step": 8, "env_config": {"boxes": 1}}
     config = config_of(read({"chess": "sokoban"}, custom_envs__Ice=ice, val_env_manager=None))
-    assert (config.data.sources["Ice"].env.name, config.data.sources["Ice"].env.args) == ("sokoban", {"boxes": 1})
+    assert (config.env.name, config.env.args) == ("sokoban", {"boxes": 1})
 
 
 def test_questions_of_a_dataset_are_rows_with_a_reward_and_a_tool_is_an_agent(read):
@@ -353,7 +361,7 @@ env_config: {dataset_name: some/rows, question_key: prompt, answer_key: solution
     assert (config.rollout.tasks_per_step, config.rollout.group_size, config.sampling.max_tokens) == (4, 8, 64)
     tags = {"train_env_manager__tags": ["Ice", "Puzzle"], "train_env_manager__num_groups_partition": [3, 1]}
     both = config_of(read(custom_envs__Ice=ice, **tags))
-    assert {name: source.ratio for name, source in both.data.sources.items()} == {"Ice": 3, "Puzzle": 1}
+    assert {name: source.ratio for name, source in both.data.sources.items()} == {"Ice": 0.75, "Puzzle": 0.25}
     assert (both.data.sources["Ice"].agent.name, both.data.sources["Puzzle"].agent.name) == ("code", "chat")
 
 
@@ -385,7 +393,7 @@ def test_the_report_is_a_table_and_the_same_as_json(read, tmp_path):
     lines = {line["key"]: line for line in report["lines"]}
     assert set(lines["exp_name"]) == {"kind", "key", "value", "our_key", "our_value", "reason", "explicit"}
     batch = lines["rollout_batch_size"]
-    assert (batch["our_key"], batch["our_value"]) == ("rollout.envs.num_env_groups", 4)
+    assert (batch["our_key"], batch["our_value"]) == ("rollout.tasks_per_step", 4)
     assert lines["whiten_advantages"]["our_value"] == "token"
     assert load(out) == validate(RunConfig, report["config"])
 
@@ -395,7 +403,7 @@ def test_a_converted_file_trains(read, tmp_path):
     draft = read(**few, rollout_batch_size=8)
     (tmp_path / "ours.yaml").write_text(as_yaml(draft.tree()))
     more = ["model=seedling", f"output_dir={tmp_path / 'out'}", "trainer.steps=1", "learner.epochs=1", "track.gifs=0"]
-    more += ["rollout.workers=auto", "rollout.envs.max_env_num_per_worker=0", "~track.render_save_dir"]
+    more += ["rollout.workers=auto", "rollout.envs_per_process=0", "track.render_every=0"]
     more += ["evaluation.greedy=false"]
     assert train(load(tmp_path / "ours.yaml", more), stub=True).summary["steps"] == 1
 
@@ -492,8 +500,8 @@ teacher_pretrain: large
     ("text", "kind", "ours"),
     [
         (SFT, "sft", "data.path=d.json data.question=ask data.fields.completion=say trainer.epochs=2"),
-        (DPO, "dpo", "algorithm.beta=0.2 data.fields.chosen=good rollout.tasks_per_step=8 trainer.steps=9"),
-        (DISTILL, "distill", "algorithm.teacher=large model.name=small"),
+        (DPO, "dpo", "algorithm.args.beta=0.2 data.fields.chosen=good rollout.tasks_per_step=8 trainer.steps=9"),
+        (DISTILL, "distill", "algorithm.args.teacher=large model.name=small"),
     ],
     ids=["sft", "dpo", "distill"],
 )

@@ -112,7 +112,7 @@ def test_the_converted_script_starts_on_rows_as_they_are(repo, monkeypatch):
     assert done.exit_code == 0, done.output
     answer = '<tool_call>{"name": "finish", "arguments": {"answer": "B"}}</tool_call>'
     more = ["model=seedling", "model.dtype=float32", "output_dir=out", "evaluation.tasks=2", "~model.chat_args"]
-    more += ["engine=scripted", f"engine.replies={json.dumps([answer, 'C'])}"]
+    more += ["engine=scripted", f"engine.args.replies={json.dumps([answer, 'C'])}"]
     done = CliRunner().invoke(app, ["train", "run.yaml", *more])
     assert done.exit_code == 0, done.output
     played = [json.loads(line) for file in (repo / "out" / "episodes").glob("step-*") for line in file.open()]

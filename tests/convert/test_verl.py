@@ -77,12 +77,17 @@ def test_tags_belong_to_the_sources_that_write_code_and_files_may_be_several(tmp
 def test_an_advantage_is_never_another_one(name, tmp_path):
     config = config_of(converted(tmp_path, f"{PLAIN} {R}n=4 algorithm.adv_estimator={name}")).algorithm
     assert config.advantage == name
-    assert (config.loss, config.aggregation, config.dual_clip, config.anchor) == ("ppo", "token", 3.0, "proximal")
+    assert (config.loss, config.aggregation, config.options.dual_clip, config.anchor) == (
+        "ppo",
+        "token",
+        3.0,
+        "proximal",
+    )
 
 
 def test_one_episode_a_task_is_compared_with_nothing_as_there(tmp_path):
     config = config_of(converted(tmp_path, f"{PLAIN} algorithm.adv_estimator=grpo"))
-    assert (config.rollout.group_size, config.algorithm.baseline, config.algorithm.std) == (1, "none", "none")
+    assert (config.rollout.group_size, config.algorithm.options.baseline, config.algorithm.std) == (1, "none", "none")
     assert config_of(converted(tmp_path, f"{PLAIN} algorithm.adv_estimator=rloo")).algorithm.advantage == "reinforce"
 
 
@@ -98,7 +103,7 @@ def test_what_verl_does_without_a_word_is_written_out_where_arbor_would_do_somet
     assert [reward.name for reward in config.rewards] == ["data_source"]
     assert ours(draft, "trainer.epochs") == 30
     written = {line.path for line in draft.lines if not line.explicit}
-    assert "algorithm.dual_clip" in written
+    assert "algorithm.args.dual_clip" in written
     assert "algorithm.clip_low" not in written  # 0.2 there, 0.2 here
 
 
@@ -106,8 +111,18 @@ def test_ppo_has_a_critic_of_its_own_and_gae_by_token(tmp_path):
     draft = converted(tmp_path, f"{PLAIN} critic.model.path=/models/rm algorithm.lam=0.97 {A}optim.lr=2e-6")
     config = config_of(draft)
     algorithm = config.algorithm
-    assert (algorithm.gae_level, algorithm.whiten) == ("token", "token")
-    assert (algorithm.gae_lambda, algorithm.gamma, algorithm.value.clip, algorithm.value.coef) == (0.97, 1.0, 0.5, 1.0)
+    assert (algorithm.options.gae_level, algorithm.whiten) == ("token", "token")
+    assert (
+        algorithm.options.gae_lambda,
+        algorithm.gamma,
+        algorithm.options.value_clip,
+        algorithm.options.value_coef,
+    ) == (
+        0.97,
+        1.0,
+        0.5,
+        1.0,
+    )
     assert (config.learner.critic, config.learner.critic_lr) == ("separate", 1e-5)
     assert ours(draft, "learner.critic_from") == "/models/rm"
 
@@ -116,19 +131,20 @@ def test_ppo_has_a_critic_of_its_own_and_gae_by_token(tmp_path):
     ("overrides", "expected"),
     [
         (f"{A}loss_agg_mode=seq-mean-token-mean", {"algorithm.aggregation": "episode"}),
-        (f"{A}loss_agg_mode=seq-mean-token-sum", {"algorithm.aggregation": "fixed", "algorithm.fixed_length": 1}),
+        (f"{A}loss_agg_mode=seq-mean-token-sum", {"algorithm.aggregation": "fixed", "algorithm.args.fixed_length": 1}),
         (
             f"{A}loss_agg_mode=seq-mean-token-sum-norm data.max_response_length=99",
-            {"algorithm.aggregation": "fixed", "algorithm.fixed_length": 99},
+            {"algorithm.aggregation": "fixed", "algorithm.args.fixed_length": 99},
         ),
         (f"{A}policy_loss.loss_mode=gspo {A}clip_ratio_low=3e-4 {A}clip_ratio_high=4e-4",
          {"algorithm.loss": "gspo", "algorithm.aggregation": "episode", "algorithm.clip_low": 3e-4,
-          "algorithm.dual_clip": None}),
-        (f"{A}policy_loss.loss_mode=sapo {A}tau_neg=1.2", {"algorithm.loss": "sapo", "algorithm.tau_negative": 1.2}),
+          "algorithm.args.dual_clip": None}),
+        (f"{A}policy_loss.loss_mode=sapo {A}tau_neg=1.2",
+         {"algorithm.loss": "sapo", "algorithm.args.tau_negative": 1.2}),
         (f"{A}policy_loss.loss_mode=cispo {A}clip_ratio_low=10 {A}clip_ratio_high=0.2", {"algorithm.clip_high": 0.2}),
         (f"{A}clip_ratio=0.1", {"algorithm.clip_low": None}),  # verl reads clip_ratio_low, which is 0.2
         (f"{A}clip_ratio=0.1 {A}clip_ratio_low=null", {"algorithm.clip_low": 0.1}),
-        (f"{A}clip_ratio_high=4.0", {"algorithm.clip_high": 4.0, "algorithm.dual_clip": 3.0}),
+        (f"{A}clip_ratio_high=4.0", {"algorithm.clip_high": 4.0, "algorithm.args.dual_clip": 3.0}),
         (f"{A}use_kl_loss=True", {"algorithm.kl.coef": 0.001, "algorithm.kl.where": None}),
         (f"{A}use_kl_loss=True {A}kl_loss_type=mse {A}kl_loss_coef=0.1",
          {"algorithm.kl.coef": 0.1, "algorithm.kl.estimator": "mse"}),
@@ -140,7 +156,7 @@ def test_ppo_has_a_critic_of_its_own_and_gae_by_token(tmp_path):
         ("algorithm.rollout_correction.bypass_mode=True", {"algorithm.anchor": "rollout"}),
         ("algorithm.rollout_correction.bypass_mode=True algorithm.rollout_correction.loss_type=reinforce "
          "algorithm.rollout_correction.rollout_is=token",
-         {"algorithm.loss": "pg", "algorithm.importance_weights.kind": "tis", "algorithm.dual_clip": None}),
+         {"algorithm.loss": "pg", "algorithm.importance_weights.kind": "tis", "algorithm.args.dual_clip": None}),
         ("algorithm.filter_groups.enable=True data.train_batch_size=512 data.gen_batch_size=1536",
          {"rollout.group_filter": "varied", "rollout.spare_groups": 1024}),
         ("reward_model.reward_manager=dapo +reward_model.reward_kwargs.overlong_buffer_cfg.enable=True "
@@ -148,8 +164,8 @@ def test_ppo_has_a_critic_of_its_own_and_gae_by_token(tmp_path):
          "+reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5",
          {"algorithm.overlong.buffer": 40, "algorithm.overlong.max_tokens": 90, "algorithm.overlong.penalty": 0.5}),
         (f"data.train_batch_size=64 {A}ppo_mini_batch_size=16 {A}ppo_epochs=2 {A}optim.lr_warmup_steps=10",
-         {"learner.minibatches": 4, "learner.epochs": 2, "learner.warmup_steps": 80}),
-        (f"{A}optim.lr_warmup_steps_ratio=0.1", {"learner.warmup_ratio": 0.1}),
+         {"learner.minibatches": 4, "learner.epochs": 2, "learner.warmup": 80}),
+        (f"{A}optim.lr_warmup_steps_ratio=0.1", {"learner.warmup": 0.1}),
         (f"{A}optim.betas=[0.9,0.98] {A}optim.weight_decay=0.1 {A}grad_clip=0.5",
          {"learner.betas": [0.9, 0.98], "learner.weight_decay": 0.1, "learner.max_grad_norm": 0.5}),
         (f"{A}use_dynamic_bsz=True {A}ppo_max_token_len_per_gpu=9000", {"learner.micro_batch_tokens": 9000}),
@@ -162,8 +178,8 @@ def test_ppo_has_a_critic_of_its_own_and_gae_by_token(tmp_path):
         (f"{R}temperature=0.7 {R}top_p=0.9 {R}top_k=20",
          {"sampling.temperature": 0.7, "sampling.top_p": 0.9, "sampling.top_k": 20}),
         (f"{R}val_kwargs.do_sample=True {R}val_kwargs.temperature=0.6 {R}val_kwargs.n=4 {R}val_kwargs.top_k=5",
-         {"evaluation.temperature": 0.6, "rollout.val_envs.group_size": 4, "evaluation.top_k": 5}),
-        (f"{R}val_kwargs.temperature=0.6", {"evaluation.temperature": 0.0}),
+         {"evaluation.sampling.temperature": 0.6, "evaluation.group_size": 4, "evaluation.sampling.top_k": 5}),
+        (f"{R}val_kwargs.temperature=0.6", {"evaluation.sampling.temperature": 0.0}),
         ("data.filter_overlong_prompts=True", {"data.overlong": "drop"}),
         ("data.truncation=left", {"data.overlong": "cut"}),
         ("data.max_prompt_length=100 data.max_response_length=50",
@@ -171,7 +187,8 @@ def test_ppo_has_a_critic_of_its_own_and_gae_by_token(tmp_path):
         ("trainer.total_epochs=3", {"trainer.epochs": 3, "trainer.steps": None}),
         ("trainer.total_epochs=3 trainer.total_training_steps=40", {"trainer.epochs": None, "trainer.steps": 40}),
         ("trainer.logger=[console,wandb,mlflow] trainer.project_name=p trainer.experiment_name=e-$(date)",
-         {"track.wandb.project": "p", "track.wandb.name": "e", "track.mlflow.experiment": "p", "name": "e",
+         {"track.trackers": [{"name": "wandb", "args": {"project": "p", "name": "e"}}, {"name": "mlflow", "args": {
+             "uri": "sqlite:////tmp/mlruns.db", "experiment": "p", "name": "e"}}], "name": "e",
           "track.tensorboard": False}),
         ("trainer.logger=tensorboard trainer.save_freq=20 trainer.test_freq=5 trainer.val_before_train=False",
          {"track.tensorboard": True, "trainer.save_every": 20, "evaluation.every": 5, "evaluation.before": False}),
@@ -294,7 +311,9 @@ def test_a_converted_script_starts(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     more = ["model=seedling", "model.dtype=float32", "output_dir=out", "evaluation.tasks=2"]
     more += ["sampling.max_tokens=8", "sampling.max_context=128", "data.max_prompt_tokens=64", "rollout.group_size=2"]
-    done = CliRunner().invoke(app, ["train", "run.yaml", *more, "engine=scripted", 'engine.replies=["so","#### 3"]'])
+    done = CliRunner().invoke(
+        app, ["train", "run.yaml", *more, "engine=scripted", 'engine.args.replies=["so","#### 3"]']
+    )
     assert done.exit_code == 0, done.output
     line = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[-1])
     assert line

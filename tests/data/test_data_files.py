@@ -5,7 +5,7 @@ import pyarrow.parquet
 import pytest
 
 from arborl.data import FileTasks
-from arborl.data.reading.row_reader import messages_of_cell, read_task
+from arborl.data.reading.row_reader import RowReader, messages_of_cell
 from arborl.data.reading.table_files import read_rows
 from arborl.data.reading.tables import ParquetTable
 from arborl.errors import ConfigError
@@ -59,7 +59,7 @@ def test_every_format_gives_the_same_rows(tmp_path):
         ("a.json", '[{"question": "a"}, {"questoin": "b"}]', "row 2: no column 'question'. Did you mean 'questoin'?"),
         ("a.json", '[{"question": 3}]', "row 1, question: int, not text"),
         ("a.json", '[{"question": " "}]', "row 1, question: empty"),
-        ("a.json", '[{"messages": []}]', "row 1, messages: not a list of messages"),
+        ("a.json", '[{"messages": []}]', "row 1, messages: list, not a list of messages"),
         ("a.json", '[{"messages": "hello"}]', "row 1, messages: not valid JSON"),
         ("a.json", '[{"messages": ["hi"]}]', r"row 1, messages[0]: str, not an object"),
         ("a.json", '[{"messages": [{"role": "usr"}]}]', r"messages[0].role: 'usr' is not a role. Did you mean 'user'?"),
@@ -115,15 +115,8 @@ def test_messages_come_in_openais_shape_and_win_over_the_question():
         Message("tool", "42", tool_call_id="1", name="calc"),
     )
     row = {"messages": given, "question": "other", "id": 12, "agent_name": "tool"}
-    task = read_task(row, "question", "here", "file")
+    task = RowReader("file").task(row, "here")
     assert task.messages == wanted
     assert (task.id, task.agent) == ("12", "tool")
     assert task.fields == row
     assert messages_of_cell(json.dumps(given), "here") == wanted
-
-
-def test_parquet_rows_may_hold_messages(tmp_path):
-    path = tmp_path / "a.parquet"
-    rows = [{"messages": [{"role": "user", "content": f"q{n}"}]} for n in range(3)]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    assert FileTasks(path).take(0, 1)[0].messages[0].content.startswith("q")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from arborl.data.generated.document_problems import PEOPLE, count_words, make_document_problem, make_documents
 from arborl.data.longbench import prepare_longbench, prepare_novelqa
-from arborl.data.reading.row_reader import read_task
+from arborl.data.reading.row_reader import RowReader
 from arborl.errors import ConfigError
 
 LONGBENCH = [
@@ -70,7 +70,7 @@ def test_rows_are_the_same_for_the_same_seed_and_others_for_another():
         assert row["answer"] in "ABCD"
         assert row["question"].endswith("Select the best option from the choices above.")
         assert row["document_content"] not in row["question"]
-        assert read_task(row, "question", "row", "made").fields["document_content"] == row["document_content"]
+        assert RowReader("made").task(row, "row").fields["document_content"] == row["document_content"]
 
 
 def test_people_of_the_question_are_no_part_of_other_facts():
@@ -84,12 +84,10 @@ def test_people_of_the_question_are_no_part_of_other_facts():
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ({"count": 0}, "count=0"),
-        ({"kind": "essay"}, "kind='essay'"),
-        ({"tokens": (5, 2)}, "tokens="),
+        ({"count": 0}, "count=0"), ({"kind": "essay"}, "kind='essay'"), ({"tokens": (5, 2)}, "tokens="),
         ({"hops": 9}, "hops=9"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_made_is_refused(args, words):
     with pytest.raises(ValueError, match=words):
         make_documents(**{"count": 1, "tokens": 200} | args)
@@ -124,7 +122,7 @@ def test_longbench_rows_keep_the_document_out_of_the_prompt(tmp_path):
     assert row["agent_name"] == "statelm"
     assert row["domain"] == "Law"
     assert "Long text" not in json.dumps(row["messages"])
-    assert read_task(row, "question", "row", "longbench").agent == "statelm"
+    assert RowReader("longbench").task(row, "row").agent == "statelm"
 
 
 def test_choices_become_short_answers_for_all_or_by_row(tmp_path):

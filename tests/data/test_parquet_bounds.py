@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from arborl.data.reading.table_files import open_table
-from arborl.data.reading.tables import ListTable, ParquetReader, ParquetTable, unpacked_size
+from arborl.data.reading.tables import ListTable, ParquetTable, unpacked_size
 from arborl.errors import ConfigError
 
 LONG = "x" * 1_000_000
@@ -68,8 +68,8 @@ def test_the_longest_text_of_lists_and_structs_is_found(tmp_path):
     path = tmp_path / "rows.parquet"
     rows = [{"messages": [{"role": "user", "content": "x" * 5000}, {"role": "user", "content": "y"}]}] * 50
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    reader = ParquetReader(path.read_bytes(), "rows.parquet")
-    assert reader.longest(0) == 5000 + len("user")
+    reader = ParquetTable(path)
+    assert reader._longest_row(0) == 5000 + len("user")
     assert reader.unpacked_within(2**20)
     assert not reader.unpacked_within(100_000)
     assert isinstance(open_table(path), ListTable)

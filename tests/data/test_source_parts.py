@@ -56,7 +56,7 @@ def settings(files, **more):
                 "sums": {
                     "path": str(files / "sums.json"), "ratio": 0.5,
                     "agent": {"name": "tool", "args": {"max_tool_rounds": 1}},
-                    "tools": ["calculator"], "rewards": ["equal"], "limits": {"max_turns": 3},
+                    "tools": ["calculator"], "rewards": ["equal"], "rollout": {"max_turns": 3},
                     "sampling": {"max_tokens": 40},
                 },
                 "words": {
@@ -66,7 +66,7 @@ def settings(files, **more):
             }
         },
         "rewards": ["exact"],
-        "engine": {"name": "scripted", "replies": [CALL, "Yes.", "Left"]},
+        "engine": {"name": "scripted", "args": {"replies": [CALL, "Yes.", "Left"]}},
         "rollout": {"tasks_per_step": 8, "group_size": 2},
         "evaluation": {"tasks": 9},
         "track": {"tensorboard": False},
@@ -99,8 +99,8 @@ def test_one_step_plays_three_agents_with_rewards_of_their_own(files):
 
 def test_sampling_and_limits_of_a_source_hold_for_it_alone(files):
     given = settings(files)
-    given["data"]["sources"]["words"] |= {"sampling": {"max_tokens": 1}, "limits": {"episode_seconds": 7.0}}
-    given["data"]["sources"]["lake"]["limits"] = {"max_turns": 2}
+    given["data"]["sources"]["words"] |= {"sampling": {"max_tokens": 1}, "rollout": {"episode_seconds": 7.0}}
+    given["data"]["sources"]["lake"]["rollout"] = {"max_turns": 2}
     parts = build(from_kwargs(**given))
     limits = {
         name: parts.cast.limits(Task("t", source=name), parts.rollout.limits) for name in ("sums", "words", "lake")
@@ -242,7 +242,10 @@ def test_a_source_can_weigh_more_than_its_episodes(files):
             "a model has one format of tool calls",
         ),
         ({"sums": {"path": "x.json", "sampling": {"temprature": 0.5}}}, "unknown key"),
-        ({"sums": {"path": "x.json", "limits": {"max_context": 4096}}}, "Write a larger sampling.max_context"),
+        (
+            {"sums": {"path": "x.json", "sampling": {"max_context": 4096}}},
+            "data.sources.sums.sampling.max_context=4096",
+        ),
         ({"a/b": {"path": "x.json"}}, "is no name for a source"),
     ],
 )

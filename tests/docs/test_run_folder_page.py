@@ -22,8 +22,8 @@ SMALL = {
 }  # fmt: skip
 RUNS = {
     "demo": {"engine": "local", "env.args.size": 3, "algorithm.skip_zero_variance": False},
-    "tools": {"agent": "tool", "tools": ["calculator"], "engine.replies": [CALL, "<answer>Up</answer>"]},
-    "ppo": {"algorithm": "ppo", "algorithm.kl.coef": 0.1, "engine.replies": ["Up", "Down"]},
+    "tools": {"agent": "tool", "tools": ["calculator"], "engine.args.replies": [CALL, "<answer>Up</answer>"]},
+    "ppo": {"algorithm": "ppo", "algorithm.kl.coef": 0.1, "engine.args.replies": ["Up", "Down"]},
     "dpo": {"algorithm": "dpo"},
 }
 

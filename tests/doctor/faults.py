@@ -102,21 +102,21 @@ MODELS = (
     stepped("environment that opens one task in several ways", "environment",
             "env.name=fault_parts:Forgetful", state="warn"),
     stepped("engine that lies about log-probabilities", "engine and learner",
-            "engine.name=scripted", "engine.replies=[Yes.,No.]"),
+            "engine.name=scripted", "engine.args.replies=[Yes.,No.]"),
     stepped("replies cut off after two tokens", "completions",
             "sampling.max_tokens=2", "env.name=frozen_lake", state="warn"),
     stepped("context smaller than the prompt", "context",
             "sampling.max_context=40", "sampling.max_tokens=8", "env.name=frozen_lake"),
     stepped("batches larger than the memory", "memory forecast", "learner.micro_batch_tokens=900000000", state="warn"),
     stepped("tool calls that are no JSON", "format", "agent.name=tool", "tools=[calculator]", "engine.name=scripted",
-            "engine.replies=['<tool_call>{calculator: 2</tool_call>']"),
+            "engine.args.replies=['<tool_call>{calculator: 2</tool_call>']"),
 )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ real runs
 
 CALL = '<tool_call>{"name": "divide", "arguments": {"number": 1}}</tool_call>'
-SCRIPTED: Mapping[str, Any] = {"engine.name": "scripted", "engine.replies": ["Yes.", "No."]}
+SCRIPTED: Mapping[str, Any] = {"engine.name": "scripted", "engine.args.replies": ["Yes.", "No."]}
 QUICK: Mapping[str, Any] = {
     "rollout.tasks_per_step": 4, "rollout.group_size": 4,
     "evaluation.tasks": 0, "track.tensorboard": False, "track.gifs": 0, "threads": 1,
@@ -147,14 +147,14 @@ REAL = (
     ran("environment that never changes", "environment_unresponsive", env=parts.Yes(pays=False, turns=4), steps=3),
     ran("agent without tools", "no_tools", env=parts.Yes(pays=False), agent="tool", steps=3, is_covered=True),
     ran("tool that always raises", "tools_fail", env=parts.Yes(), agent="tool", tools=[parts.divide], steps=3,
-        is_covered=True, more={"engine.replies": [CALL]}),
+        is_covered=True, more={"engine.args.replies": [CALL]}),
     ran("tools that are never called", "tools_unused", "warn", env=parts.Yes(), agent="tool", tools=[parts.divide]),
     ran("tool calls read in another format", "wrong_tool_format", env=parts.Yes(), agent="tool", tools=[parts.divide],
-        steps=3, more={"engine.replies": [CALL, f"Yes. {CALL}"], "agent.tool_format": "mistral"}),
+        steps=3, more={"engine.args.replies": [CALL, f"Yes. {CALL}"], "agent.tool_format": "mistral"}),
     ran("prompts longer than the context", "prompts_too_long", env=parts.Yes(opening="word " * 400), steps=3,
         is_covered=True, more={"sampling.max_context": 100, "sampling.max_tokens": 8}),
     ran("replies cut off", "cut_off", env=parts.Yes(pays=False), steps=3,
-        more={"sampling.max_tokens": 2, "engine.replies": ["No, no, no, no.", "Never, not at all."]}),
+        more={"sampling.max_tokens": 2, "engine.args.replies": ["No, no, no, no.", "Never, not at all."]}),
     ran("group filter that nothing passes", "filtered", env=parts.Yes(pays=False), steps=3,
         is_covered=True, more={"rollout.group_filter": "varied"}),
     ran("reward that is sometimes not a number", "episodes_fail", "warn", env=parts.Yes(), rewards=[parts.not_a_number],

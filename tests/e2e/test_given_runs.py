@@ -6,15 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from safetensors.torch import load_file
-from typer.testing import CliRunner
+from small_runs import invoke, settled, weights
 
-from arborl.cli.main import app
 from arborl.config.load_config import load
 from arborl.errors import ConfigError
 from arborl.rollout.runner import Rollout
-from arborl.track.jsonl import read_metrics
 from arborl.training_run import MeasureOptions, measure, train
 
 QUIET = [
@@ -65,21 +61,6 @@ def nothing_is_sampled(request, monkeypatch):
 
     if "[sft]" not in request.node.name:  # drawing takes longer than training here
         monkeypatch.setattr("arborl.training_run.run_session.write_artifacts", no_pictures)
-
-
-def invoke(*words: str) -> Result:
-    return CliRunner().invoke(app, list(words))
-
-
-def weights(folder: Path) -> dict:
-    return load_file(sorted((folder / "checkpoints").glob("step-*/model/model.safetensors"))[-1])
-
-
-def settled(folder: Path) -> list[dict]:
-    return [
-        {k: v for k, v in row.items() if not (k.startswith("time/") or "second" in k)}
-        for row in read_metrics(folder / "metrics.jsonl")
-    ]
 
 
 SLOW = pytest.mark.slow
@@ -171,9 +152,12 @@ def test_measuring_a_run_does_not_make_its_demonstrations_again():
         (["demonstrations.path=FILE"], "Write steps=20, or weight=0.1"),
         (["demonstrations.steps=3"], "steps or weight is set, but there are no demonstrations. Write path=FILE"),
         (["demonstrations={path: FILE, steps: 30}"], "no step is left for reinforcement learning"),
-        (["algorithm=distill"], "there is no teacher. Write algorithm.teacher=MODEL"),
-        (["algorithm.teacher=seedling"], "teacher=seedling is not read with"),
-        (["algorithm=distill", "algorithm.teacher=http://x", "sampling.top_p=0.9"], "at temperature 1 over all tokens"),
+        (["algorithm=distill"], "there is no teacher. Write algorithm.args.teacher=MODEL"),
+        (["algorithm.args.teacher=seedling"], "algorithm.args.teacher: is not read with"),
+        (
+            ["algorithm=distill", "algorithm.args.teacher=http://x", "sampling.top_p=0.9"],
+            "at temperature 1 over all tokens",
+        ),
     ],
 )
 def test_settings_that_nobody_would_read_or_that_contradict_are_refused(words, says):

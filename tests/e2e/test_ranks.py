@@ -112,7 +112,6 @@ def test_a_rank_that_torchrun_started_ends_the_run_with_its_name(tmp_path):
     [
         (["learner.ranks=2"], "strategy=single"),
         (["learner.strategy=tensor", "learner.offload=all"], "strategy=fsdp2, or offload=none"),
-        (["learner.zero_stage=3"], "strategy=deepspeed"),
         (["learner.strategy=fsdp2", "algorithm=trpo"], "learner.strategy=ddp"),
     ],
 )

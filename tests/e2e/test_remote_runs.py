@@ -7,12 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from small_runs import LAKE, invoke
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from fake_server import FakeServer
 
-from arborl.cli.main import app
 from arborl.config.config_base import validate
 from arborl.config.run_config import RunConfig
 from arborl.engines.remote import replicas
@@ -21,11 +20,7 @@ from arborl.errors import ConfigError
 from arborl.rollout.episode_store import EpisodeStore
 from arborl.track.jsonl import read_metrics
 
-SMALL = [
-    "rollout.tasks_per_step=2", "rollout.group_size=3", "trainer.steps=3", "evaluation.tasks=1", "env.args.size=3",
-    "env.args.max_steps=4", "track.gifs=0", "track.tensorboard=false", "threads=1", "model.device=cpu",
-    "algorithm.skip_zero_variance=false", "sampling.max_context=512", "sampling.max_tokens=12",
-]  # fmt: skip
+SMALL = [*LAKE, "trainer.steps=3", "evaluation.tasks=1", "sampling.max_context=512", "sampling.max_tokens=12"]
 
 
 @pytest.fixture(autouse=True)
@@ -46,10 +41,6 @@ def serve(seedling):
         server.kill()
 
 
-def invoke(*words):
-    return CliRunner().invoke(app, list(words))
-
-
 @pytest.mark.slow
 def test_a_run_goes_on_when_a_server_dies_and_nothing_is_trained_twice(serve, tmp_path, monkeypatch, caplog):
     first, second = serve(), serve()
@@ -64,8 +55,8 @@ def test_a_run_goes_on_when_a_server_dies_and_nothing_is_trained_twice(serve, tm
             done.append(first.restart())
 
     monkeypatch.setattr(HttpEngine, "load", killing)
-    urls = f"engine.urls=[{first.url},{second.url}]"
-    ran = invoke("train", f"output_dir={tmp_path / 'run'}", "engine=http", urls, "engine.seconds=20", *SMALL)
+    urls = f"engine.args.urls=[{first.url},{second.url}]"
+    ran = invoke("train", f"output_dir={tmp_path / 'run'}", "engine=http", urls, "engine.args.seconds=20", *SMALL)
     assert ran.exit_code == 0, ran.output
     rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "policy/loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -81,7 +72,9 @@ def test_a_run_goes_on_when_a_server_dies_and_nothing_is_trained_twice(serve, tm
 
 def test_a_chat_server_is_measured(serve):
     server = serve("chat", name="somebody-elses")
-    ran = invoke("evaluate", "seedling", "engine=http", f"engine.urls=[{server.url}]", "evaluation.tasks=2", SMALL[-2])
+    ran = invoke(
+        "evaluate", "seedling", "engine=http", f"engine.args.urls=[{server.url}]", "evaluation.tasks=2", SMALL[-2]
+    )
     assert ran.exit_code == 0, ran.output
     assert "success" in ran.output
     requested = [json.loads(body) for what, body in server.log if what == "chat"]
@@ -95,13 +88,13 @@ def test_a_chat_server_is_measured(serve):
         ("chat", (), "cannot be trained with: it takes and returns text"),
         ("vllm closed", (), "VLLM_SERVER_DEV_MODE=1"),
         ("vllm", ("sampling.max_context=600",), "Start it with --max-model-len 600"),
-        ("vllm", ("engine.model=x",), "serves policy: engine.model=x is not among them"),
+        ("vllm", ("engine.args.model=x",), "serves policy: engine.args.model=x is not among them"),
     ],
 )
 def test_a_server_that_will_not_do_is_one_message_and_nothing_is_written(serve, tmp_path, kind, settings, complaint):
     server = serve(kind)
     folder = tmp_path / "run"
-    ran = invoke("train", f"output_dir={folder}", "engine=http", f"engine.urls=[{server.url}]", *SMALL, *settings)
+    ran = invoke("train", f"output_dir={folder}", "engine=http", f"engine.args.urls=[{server.url}]", *SMALL, *settings)
     assert ran.exit_code == 2
     assert complaint in " ".join(ran.output.split())
     assert not folder.exists()
@@ -112,11 +105,11 @@ def test_a_server_that_will_not_do_is_one_message_and_nothing_is_written(serve, 
     [
         (["engine=vllm"], "engine=vllm: this environment has no vLLM. Install it there"),
         (
-            ["engine=vllm", "engine.python=/no/python"],
-            "engine.python=/no/python: cannot be started as a Python interpreter",
+            ["engine=vllm", "engine.args.python=/no/python"],
+            "engine.args.python=/no/python: cannot be started as a Python interpreter",
         ),
         (
-            ["engine=http", "engine.urls=[http://127.0.0.1:9]"],
+            ["engine=http", "engine.args.urls=[http://127.0.0.1:9]"],
             "http://127.0.0.1:9: no server there",
         ),
     ],
@@ -132,17 +125,23 @@ def test_an_engine_that_is_not_there_is_one_message_and_nothing_is_written(tmp_p
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"engine": "http"}, "engine=http needs servers. Write engine.urls=[http://HOST:8000]"),
-        ({"engine": {"name": "http", "urls": ["host:80"]}}, "'host:80' is not an address"),
-        ({"engine": {"name": "http", "urls": ["http://a", "http://a"]}}, "named twice"),
-        ({"engine": {"urls": ["http://a"]}}, "urls is for engine=http, not for engine=local"),
-        ({"engine": {"name": "http", "urls": ["http://a"], "python": "x"}}, "python is for engine=vllm"),
-        ({"engine": {"name": "vllm", "update": "restart"}}, "update is for engine=local, not for engine=vllm"),
+        ({"engine": "http"}, "engine=http needs servers. Write engine.args.urls=[http://HOST:8000]"),
+        ({"engine": {"name": "http", "args": {"urls": ["host:80"]}}}, "'host:80' is not an address"),
+        ({"engine": {"name": "http", "args": {"urls": ["http://a", "http://a"]}}}, "named twice"),
+        ({"engine": {"args": {"urls": ["http://a"]}}}, "urls: is for engine=http, not for engine=local"),
+        ({"engine": {"name": "http", "args": {"urls": ["http://a"], "python": "x"}}}, "python: is for engine=vllm"),
         (
-            {"engine": {"name": "http", "urls": ["http://a"], "kv_tokens": 9}},
+            {"engine": {"name": "vllm", "args": {"update": "restart"}}},
+            "update: is for engine=local, not for engine=vllm",
+        ),
+        (
+            {"engine": {"name": "http", "args": {"urls": ["http://a"]}, "kv_tokens": 9}},
             "kv_tokens is for engine=local and engine=vllm",
         ),
-        ({"engine": {"name": "vllm", "page_size": 16}}, "page_size is for engine=local, not for engine=vllm"),
+        (
+            {"engine": {"name": "vllm", "args": {"page_size": 16}}},
+            "page_size: is for engine=local, not for engine=vllm",
+        ),
         ({"engine": "vllm", "deterministic": True}, "Write engine=local, or deterministic=false"),
         ({"engine": "vllm", "sampling": {"min_p": 0.1, "top_p": 0.9}}, "in the other order"),
     ],

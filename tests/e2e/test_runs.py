@@ -10,31 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import Result
 from forked import Forked, forked
-from safetensors.torch import load_file
-from typer.testing import CliRunner
+from small_runs import LAKE, invoke, settled, weights
 
 import arborl
 from arborl.checkpoint.manifest import write_manifest
-from arborl.cli.main import app
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.rollout.episode_store import EpisodeStore
 from arborl.track.jsonl import read_metrics
 from arborl.types import Message
 
-SMALL = [
-    "rollout.tasks_per_step=2", "rollout.group_size=3", "trainer.steps=4", "trainer.save_every=2", "evaluation.tasks=1",
-    "env.args.size=3", "env.args.max_steps=4",  # of a few short episodes some succeed, so there is a gradient
-    "track.gifs=1", "track.tensorboard=false", "deterministic=true", "threads=1", "model.device=cpu",
-    "algorithm.skip_zero_variance=false",
-]  # fmt: skip
-
-
-def invoke(*words: str) -> Result:
-    """The command line without a new process."""
-    return CliRunner().invoke(app, list(words))
+SMALL = [*LAKE, "trainer.steps=4", "trainer.save_every=2", "evaluation.tasks=1", "deterministic=true"]
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +31,6 @@ def stub(tmp_path_factory) -> Path:
     done = invoke("train", "--stub", f"output_dir={folder}", "seed=7")
     assert done.exit_code == 0, done.output
     return folder
-
-
-def settled(folder: Path) -> list[dict]:
-    """A run's metrics without the ones that are about time."""
-    return [
-        {k: v for k, v in row.items() if not (k.startswith("time/") or "second" in k)}
-        for row in read_metrics(folder / "metrics.jsonl")
-    ]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "checkpoints" / "step-000004" / "model" / "model.safetensors")
 
 
 def test_a_run_killed_with_9_and_resumed_ends_bit_equal_to_one_that_was_not(tmp_path):
@@ -242,7 +217,7 @@ def test_trouble_costs_single_episodes_is_named_in_the_metrics_and_the_run_goes_
     Troubled.count = 0
     done = arborl.run(
         env=Troubled, rewards=["env", fickle], output_dir=tmp_path / "r", steps=2, engine="scripted",
-        **{"engine.replies": ["Yes.", "No."], "rollout.tasks_per_step": 3, "rollout.group_size": 4,
+        **{"engine.args.replies": ["Yes.", "No."], "rollout.tasks_per_step": 3, "rollout.group_size": 4,
            "rollout.step_seconds": 0.3, "evaluation.tasks": 0, "track.tensorboard": False},
     )  # fmt: skip
     rows = list(read_metrics(done.folder / "metrics.jsonl"))
@@ -300,7 +275,7 @@ def test_python_trains_a_tool_agent_on_a_file_with_its_own_tool_and_reward(tmp_p
     done = arborl.run(
         model="seedling", data=tmp_path / "train.json", agent="tool", tools=[adder], rewards=[right], algorithm="grpo",
         steps=1, engine="scripted", output_dir=tmp_path / "run",
-        **{"engine.replies": [call, "<answer>3</answer>"], "sampling.max_tokens": 64, "rollout.tasks_per_step": 2,
+        **{"engine.args.replies": [call, "<answer>3</answer>"], "sampling.max_tokens": 64, "rollout.tasks_per_step": 2,
            "rollout.group_size": 4, "evaluation.tasks": 2, "track.tensorboard": False},
     )  # fmt: skip
     assert requested

@@ -11,17 +11,13 @@ import pytest
 import torch
 import yaml
 from forked import Forked, forked
-from safetensors.torch import load_file
+from small_runs import LAKE, weights
 
 import arborl
 from arborl.checkpoint import complete_checkpoints, find
 from arborl.errors import DiskWriteError
 
-SMALL = [
-    "rollout.tasks_per_step=2", "rollout.group_size=3", "trainer.steps=6", "trainer.save_every=1", "evaluation.tasks=0",
-    "env.args.size=3", "env.args.max_steps=4", "track.gifs=0", "track.tensorboard=false", "deterministic=true",
-    "threads=1", "model.device=cpu", "algorithm.skip_zero_variance=false",
-]  # fmt: skip
+SMALL = [*LAKE, "trainer.steps=6", "trainer.save_every=1", "evaluation.tasks=0", "deterministic=true"]
 
 SLOW = """
 import sys, time
@@ -57,10 +53,6 @@ def half_written(folder: Path, after: int):
     """Whether a checkpoint is being written, and so many are there."""
     root = folder / "checkpoints"
     return lambda: len(complete_checkpoints(root)) >= after and any(root.glob(".tmp-*"))
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "checkpoints" / "step-000006" / "model" / "model.safetensors")
 
 
 @pytest.fixture(scope="module")

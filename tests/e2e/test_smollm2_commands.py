@@ -113,9 +113,7 @@ def test_it_is_served_over_openais_api(place):
     server = subprocess.Popen(command, cwd=place, env=environment(place), stderr=subprocess.PIPE, text=True)
     body = {"messages": [{"role": "user", "content": FRANCE}], "temperature": 0, "max_tokens": 12, "model": "smollm2"}
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
+        f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     try:
         answer = asked_until_it_answers(request)

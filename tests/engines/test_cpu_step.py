@@ -116,7 +116,7 @@ model = load_model(resolve("seedling"), device="cpu")
 engines = [LocalEngine(model, 450), LocalEngine(model, 450)]
 assert all(isinstance(engine.runner, CpuModelRunner) for engine in engines)
 first = {}
-for threads in (1, 2, 7, 8, 33, 64, 2, 40):
+for threads in (1, 2, 7, 33, 2, 20):
     torch.set_num_threads(threads)
     for engine in engines:
         asyncio.run(engine.load({}, threads))  # so that nothing of the prompt is known
@@ -130,7 +130,7 @@ def test_a_long_prompt_is_read_on_more_threads_than_cores_and_their_number_may_c
     script = tmp_path / "many_threads.py"
     script.write_text(MANY_THREADS)
     said, _ = Forked([str(script)]).communicate(timeout=120)  # a process that can be killed where it hangs
-    assert said.split()[-8:] == ["1", "2", "7", "8", "33", "64", "2", "40"], said
+    assert said.split()[-6:] == ["1", "2", "7", "33", "2", "20"], said
 
 
 def test_where_the_system_starts_no_more_threads_fewer_read_the_prompt(seedling, monkeypatch):
@@ -186,9 +186,7 @@ def test_it_samples_from_the_weights_it_was_given_last_while_a_learner_writes_in
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"hidden_act": "gelu"}, {"torch_dtype": torch.float64}],
-    ids=["another activation", "another precision"],
+    "change", [{"hidden_act": "gelu"}, {"torch_dtype": torch.float64}], ids=["another activation", "another precision"]
 )
 def test_a_model_it_cannot_run_goes_torchs_way(change):
     dtype = change.pop("torch_dtype", torch.float32)

@@ -9,21 +9,10 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from arborl.engines.local import LocalEngine
 from arborl.errors import EngineError
 from arborl.types import FinishReason, Sampling
-
-
-@pytest.fixture(scope="module")
-def qwen3():
-    torch.manual_seed(1)
-    config = Qwen3Config(
-        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config).eval()
 
 
 class Meddling:
@@ -147,32 +136,24 @@ def test_a_step_that_breaks_fails_all_each_with_an_error_of_its_own_and_the_next
     assert ask(engine, ([1, 2], Sampling(5, seed=3)))[0].tokens == expected.tokens
 
 
-def test_closing_ends_whoever_waits_and_refuses_whoever_comes(qwen3):
+async def test_closing_ends_whoever_waits_and_refuses_whoever_comes(qwen3):
     engine = LocalEngine(qwen3, max_context=64, max_requests=1, kv_tokens=64)
-
-    async def run():
-        tasks = [asyncio.create_task(engine.generate([i + 1], Sampling(50), session="")) for i in range(3)]
-        await asyncio.sleep(0.01)
-        await engine.close()
-        ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 40)
-        return [*ended, *await asyncio.gather(engine.generate([1], Sampling(), session=""), return_exceptions=True)]
-
-    outcome = asyncio.run(run())
+    tasks = [asyncio.create_task(engine.generate([i + 1], Sampling(50), session="")) for i in range(3)]
+    await asyncio.sleep(0.01)
+    await engine.close()
+    ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 40)
+    outcome = [*ended, *await asyncio.gather(engine.generate([1], Sampling(), session=""), return_exceptions=True)]
     assert [str(error) for error in outcome] == ["the engine was closed"] * 3 + ["the engine is closed; make another"]
     assert_nothing_leaks(engine)
 
 
-def test_a_worker_that_is_cancelled_leaves_nobody_waiting_and_is_replaced(qwen3):
+async def test_a_worker_that_is_cancelled_leaves_nobody_waiting_and_is_replaced(qwen3):
     engine = LocalEngine(qwen3, max_context=64, max_requests=2, kv_tokens=128)
-
-    async def run():
-        task = asyncio.create_task(engine.generate([1], Sampling(50), session=""))
-        await asyncio.sleep(0.01)
-        engine.worker.cancel()
-        (ended,) = await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 40)
-        return ended, await engine.generate([2], Sampling(3), session="")
-
-    ended, done = asyncio.run(run())
+    task = asyncio.create_task(engine.generate([1], Sampling(50), session=""))
+    await asyncio.sleep(0.01)
+    engine.worker.cancel()
+    (ended,) = await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 40)
+    done = await engine.generate([2], Sampling(3), session="")
     assert str(ended) == "the engine was stopped"
     assert len(done.tokens) == 3
     assert_nothing_leaks(engine)
@@ -236,7 +217,7 @@ def same(done, expected) -> bool:
     return done.tokens == expected.tokens and np.allclose(done.logprobs, expected.logprobs, atol=1e-3)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_under_cancels_deadlines_faults_and_loads_survivors_say_what_they_would_have_said(qwen3, seed, monkeypatch):
     """Every other seed with steps that are launched ahead, and a model that makes NaN of a token."""
     monkeypatch.setattr("arborl.engines.local.scheduler.HEADROOM", 0)
@@ -246,7 +227,8 @@ def test_under_cancels_deadlines_faults_and_loads_survivors_say_what_they_would_
         qwen3 = copy.deepcopy(qwen3)
         with torch.no_grad():
             qwen3.get_input_embeddings().weight[7] = float("nan")
-    expected = [ask(LocalEngine(qwen3, max_context=48, kv_tokens=48, decode=decode), one)[0] for one in requests]
+    alone = LocalEngine(qwen3, max_context=48, kv_tokens=48, decode=decode, deterministic=True)
+    expected = [ask(alone, one)[0] for one in requests]
     engine = LocalEngine(
         qwen3, max_context=48, max_requests=6, kv_tokens=100, page_size=int(chance.choice([1, 4, 16])), decode=decode
     )

@@ -65,34 +65,25 @@ async def ask(engine, count=1, session="a", tokens=4, **more):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_after_an_update_a_server_says_what_the_learner_says(seedling, serve, kind):
+async def test_after_an_update_a_server_says_what_the_learner_says(seedling, serve, kind):
     model, server = moved(seedling), serve(kind)
     engine = connected(seedling, server, model=model)
-
-    async def run():
-        await engine.load(model.state_dict(), 3)
-        (done,) = await ask(engine)
-        await engine.close()
-        return done
-
-    done = asyncio.run(run())
+    await engine.load(model.state_dict(), 3)
+    (done,) = await ask(engine)
+    await engine.close()
     assert engine.gap < 1e-4
     assert done.version == 3
     assert set(server.asked("tokens")) == {f"{engine.run}:0", f"{engine.run}:3"}
 
 
-def test_a_version_may_be_given_again(seedling, serve):
+async def test_a_version_may_be_given_again(seedling, serve):
     engine = connected(seedling, serve())
-
-    async def run():
-        for version in (0, 0, 1, 1):
-            await engine.load(seedling[0].state_dict(), version)
-        (done,) = await ask(engine)
-        kept = len(list(engine.files.home.glob("*-version-*")))
-        await engine.close()
-        return done.version, kept
-
-    assert asyncio.run(run()) == (1, 1)
+    for version in (0, 0, 1, 1):
+        await engine.load(seedling[0].state_dict(), version)
+    (done,) = await ask(engine)
+    kept = len(list(engine.files.home.glob("*-version-*")))
+    await engine.close()
+    assert (done.version, kept) == (1, 1)
     assert not engine.files.home.exists()
 
 
@@ -101,171 +92,137 @@ def test_an_update_that_does_not_arrive_is_noticed(seedling, serve):
         connected(seedling, serve(deaf=True), model=moved(seedling))
 
 
-def test_an_episode_stays_with_its_server_and_others_go_to_the_least_busy(seedling, serve):
+async def test_an_episode_stays_with_its_server_and_others_go_to_the_least_busy(seedling, serve):
     first, second = serve(), serve()
     engine = connected(seedling, first, second)
     before = len(first.sessions), len(second.sessions)
-
-    async def run():
-        first.gate = second.gate = threading.Event()
-        tasks = [asyncio.create_task(ask(engine, session=name)) for name in ("a", "b", "c", "d")]
-        while sum(replica.busy for replica in engine.replicas) < 4:
-            await asyncio.sleep(0.005)
-        shares = sorted(replica.busy for replica in engine.replicas)
-        first.gate.set()
-        await asyncio.gather(*tasks)
-        for _ in range(3):
-            await ask(engine, session="a")
-        await engine.close()
-        return shares
-
-    assert asyncio.run(run()) == [2, 2]
+    first.gate = second.gate = threading.Event()
+    tasks = [asyncio.create_task(ask(engine, session=name)) for name in ("a", "b", "c", "d")]
+    while sum(replica.busy for replica in engine.replicas) < 4:
+        await asyncio.sleep(0.005)
+    shares = sorted(replica.busy for replica in engine.replicas)
+    first.gate.set()
+    await asyncio.gather(*tasks)
+    for _ in range(3):
+        await ask(engine, session="a")
+    await engine.close()
+    assert shares == [2, 2]
     counts = len(first.sessions) - before[0], len(second.sessions) - before[1]
     assert sorted(counts) == [2, 5]
 
 
-def test_a_request_that_a_server_loses_is_answered_by_another_once(seedling, serve):
+async def test_a_request_that_a_server_loses_is_answered_by_another_once(seedling, serve):
     first, second = serve(), serve()
     engine = connected(seedling, first, second)
-
-    async def run():
-        await ask(engine, session="a")
-        mine = first if engine.routes.sessions["a"].url == first.url else second
-        mine.kill()
-        done = await ask(engine, 5, session="a")
-        counted = engine.metrics()
-        await engine.close()
-        return done, counted
-
-    done, counted = asyncio.run(run())
+    await ask(engine, session="a")
+    mine = first if engine.routes.sessions["a"].url == first.url else second
+    mine.kill()
+    done = await ask(engine, 5, session="a")
+    counted = engine.metrics()
+    await engine.close()
     assert [len(one.tokens) for one in done] == [4] * 5
     assert counted["engine/sampled"] == 24
     assert counted["engine/lost"] == 1
     assert counted["engine/servers"] == 1
 
 
-def test_a_server_that_comes_back_gets_the_newest_weights_before_its_first_request(seedling, serve):
+async def test_a_server_that_comes_back_gets_the_newest_weights_before_its_first_request(seedling, serve):
     model = moved(seedling)
     first, second = serve(), serve()
     engine = connected(seedling, first, second, model=model)
-
-    async def run():
-        await ask(engine, session="a")
-        first.kill()
-        await ask(engine, 4, session="b")
-        await engine.load(model.state_dict(), 5)
-        first.log.clear()
-        first.restart()
-        while not all(replica.up for replica in engine.replicas):
-            await ask(engine, session="c")
-            await asyncio.sleep(0.01)
-        engine.routes.sessions.clear()
-        done = await asyncio.gather(*(ask(engine, 3, session=str(i)) for i in range(6)))
-        await engine.close()
-        return [one for some in done for one in some]
-
-    assert {one.version for one in asyncio.run(run())} == {5}
+    await ask(engine, session="a")
+    first.kill()
+    await ask(engine, 4, session="b")
+    await engine.load(model.state_dict(), 5)
+    first.log.clear()
+    first.restart()
+    while not all(replica.up for replica in engine.replicas):
+        await ask(engine, session="c")
+        await asyncio.sleep(0.01)
+    engine.routes.sessions.clear()
+    done = await asyncio.gather(*(ask(engine, 3, session=str(i)) for i in range(6)))
+    await engine.close()
+    assert {one.version for one in [one for some in done for one in some]} == {5}
     assert first.log[0] != ("tokens", "default")
     assert [what for what, _ in first.log].index("update") < [what for what, _ in first.log].index("tokens")
     assert "default" not in first.asked("tokens")
     assert len(first.asked("tokens")) > 1
 
 
-def test_a_server_that_came_back_gets_its_share_of_episodes_that_are_named_as_earlier_ones(seedling, serve):
+async def test_a_server_that_came_back_gets_its_share_of_episodes_that_are_named_as_earlier_ones(seedling, serve):
     """Tasks come again, with every pass over the data and at every evaluation."""
     first, second = serve(), serve()
     engine = connected(seedling, first, second)
     names = [str(i) for i in range(6)]
-
-    async def run():
-        first.kill()
-        await asyncio.gather(*(ask(engine, session=name) for name in names))
-        first.restart()
-        async with asyncio.timeout(20):
-            while not all(replica.up for replica in engine.replicas):
-                await asyncio.sleep(0.01)
-        await engine.load(seedling[0].state_dict(), 1)
-        await asyncio.gather(*(ask(engine, session=name) for name in names))
-        await engine.close()
-        return [sum(engine.routes.sessions[name] is replica for name in names) for replica in engine.replicas]
-
-    assert asyncio.run(run()) == [3, 3]
+    first.kill()
+    await asyncio.gather(*(ask(engine, session=name) for name in names))
+    first.restart()
+    async with asyncio.timeout(20):
+        while not all(replica.up for replica in engine.replicas):
+            await asyncio.sleep(0.01)
+    await engine.load(seedling[0].state_dict(), 1)
+    await asyncio.gather(*(ask(engine, session=name) for name in names))
+    await engine.close()
+    assert [sum(engine.routes.sessions[name] is replica for name in names) for replica in engine.replicas] == [3, 3]
 
 
-def test_a_server_that_comes_back_as_another_is_not_taken_back(seedling, serve, caplog):
+async def test_a_server_that_comes_back_as_another_is_not_taken_back(seedling, serve, caplog):
     first, second = serve(), serve()
     engine = connected(seedling, first, second)
-
-    async def run():
-        await ask(engine, 4, session="a")
-        first.kill()
-        await engine.load(seedling[0].state_dict(), 1)
-        first.context = 32
-        first.restart()
-        async with asyncio.timeout(20):
-            while "is not used" not in caplog.text:
-                await asyncio.sleep(0.01)
-        done = await asyncio.gather(*(ask(engine, session=str(i)) for i in range(4)))
-        await engine.close()
-        return done
-
-    assert len(asyncio.run(run())) == 4
+    await ask(engine, 4, session="a")
+    first.kill()
+    await engine.load(seedling[0].state_dict(), 1)
+    first.context = 32
+    first.restart()
+    async with asyncio.timeout(20):
+        while "is not used" not in caplog.text:
+            await asyncio.sleep(0.01)
+    done = await asyncio.gather(*(ask(engine, session=str(i)) for i in range(4)))
+    await engine.close()
+    assert len(done) == 4
     assert "reads 32 tokens, and sampling.max_context=64" in caplog.text
     assert first.label == "default"
 
 
-def test_a_server_comes_back_though_nobody_asks_for_anything(seedling, serve):
+async def test_a_server_comes_back_though_nobody_asks_for_anything(seedling, serve):
     first, second = serve(), serve()
     engine = connected(seedling, first, second)
-
-    async def run():
-        await ask(engine, 4, session="a")
-        first.kill()
-        await engine.load(seedling[0].state_dict(), 1)
-        first.restart()
-        async with asyncio.timeout(20):
-            while not all(replica.up for replica in engine.replicas):
-                await asyncio.sleep(0.01)
-        await engine.close()
-
-    asyncio.run(run())
+    await ask(engine, 4, session="a")
+    first.kill()
+    await engine.load(seedling[0].state_dict(), 1)
+    first.restart()
+    async with asyncio.timeout(20):
+        while not all(replica.up for replica in engine.replicas):
+            await asyncio.sleep(0.01)
+    await engine.close()
     assert first.label == f"{engine.run}:1"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_server_samples_that_was_restarted_unseen_does_not_count(seedling, serve, kind):
+async def test_what_a_server_samples_that_was_restarted_unseen_does_not_count(seedling, serve, kind):
     model = moved(seedling)
     server = serve(kind)
     engine = connected(seedling, server, model=model)
-
-    async def run():
-        await engine.load(model.state_dict(), 2)
-        (before,) = await ask(engine)
-        server.kill()
-        server.restart()  # between two requests: nobody was refused
-        (after,) = await ask(engine)
-        await engine.close()
-        return before, after
-
-    before, after = asyncio.run(run())
+    await engine.load(model.state_dict(), 2)
+    (before,) = await ask(engine)
+    server.kill()
+    server.restart()  # between two requests: nobody was refused
+    (after,) = await ask(engine)
+    await engine.close()
     assert before.tokens == after.tokens
     assert after.version == 2
     assert server.asked("tokens")[-1] == f"{engine.run}:2"
 
 
-def test_a_server_that_is_overloaded_is_asked_again(seedling, serve):
+async def test_a_server_that_is_overloaded_is_asked_again(seedling, serve):
     """It still has its weights, and is not given them again."""
     server = serve()
     engine = connected(seedling, server)
     updates = len(server.asked("update"))
     server.fails = 2
-
-    async def run():
-        done = await ask(engine)
-        await engine.close()
-        return done
-
-    assert len(asyncio.run(run())[0].tokens) == 4
+    done = await ask(engine)
+    await engine.close()
+    assert len(done[0].tokens) == 4
     assert len(server.asked("update")) == updates
 
 
@@ -278,38 +235,28 @@ def test_where_no_server_answers_the_request_fails_and_says_why(seedling, serve)
         asyncio.run(ask(engine))
 
 
-def test_a_deadline_and_a_stop_text_end_a_completion_early(seedling, serve):
+async def test_a_deadline_and_a_stop_text_end_a_completion_early(seedling, serve):
     engine = connected(seedling, serve())
     engine.decode = lambda ids: "".join(chr(200 + i) for i in ids)
-
-    async def run():
-        (free,) = await ask(engine, tokens=6)
-        (cut,) = await ask(engine, tokens=6, stop_texts=(engine.decode(free.tokens[:2]),))
-        await engine.close()
-        return free, cut
-
-    free, cut = asyncio.run(run())
+    (free,) = await ask(engine, tokens=6)
+    (cut,) = await ask(engine, tokens=6, stop_texts=(engine.decode(free.tokens[:2]),))
+    await engine.close()
     assert (cut.tokens, cut.finish) == (free.tokens[:2], FinishReason.STOP)
 
 
-def test_whoever_goes_leaves_nothing_behind(seedling, serve):
+async def test_whoever_goes_leaves_nothing_behind(seedling, serve):
     server = serve()
     engine = connected(seedling, server)
-
-    async def run():
-        server.gate = threading.Event()
-        task = asyncio.create_task(ask(engine))
-        while not engine.replicas[0].busy:
-            await asyncio.sleep(0.005)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        busy = engine.replicas[0].busy
-        server.gate.set()
-        done = await ask(engine)
-        await engine.close()
-        return busy, done
-
-    busy, done = asyncio.run(run())
+    server.gate = threading.Event()
+    task = asyncio.create_task(ask(engine))
+    while not engine.replicas[0].busy:
+        await asyncio.sleep(0.005)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    busy = engine.replicas[0].busy
+    server.gate.set()
+    done = await ask(engine)
+    await engine.close()
     assert busy == 0
     assert len(done[0].tokens) == 4
 
@@ -354,7 +301,7 @@ def test_a_server_of_another_model_is_refused(seedling, serve, tiny_llama):
 
 
 def test_a_server_with_less_context_or_another_name_is_refused(seedling, serve):
-    with pytest.raises(EngineError, match=r"serves policy: engine.model=other is not among them"):
+    with pytest.raises(EngineError, match=r"serves policy: engine.args.model=other is not among them"):
         connected(seedling, serve(), named="other")
     with pytest.raises(
         EngineError, match=r"reads 32 tokens, and sampling.max_context=64. Start it with --max-model-len"
@@ -363,5 +310,5 @@ def test_a_server_with_less_context_or_another_name_is_refused(seedling, serve):
 
 
 def test_the_key_comes_from_the_environment(seedling, serve, monkeypatch):
-    with pytest.raises(EngineError, match=r"engine.api_key_env=NO_SUCH: there is no such environment variable"):
+    with pytest.raises(EngineError, match=r"engine.args.api_key_env=NO_SUCH: there is no such environment variable"):
         connected(seedling, serve(), key="NO_SUCH")

@@ -45,18 +45,16 @@ def test_what_is_heard_is_what_is_answered_also_of_requests_that_are_put_back(ti
     assert engine.metrics()["engine/preempted"] > 0
 
 
-def test_the_likeliest_tokens_are_those_of_the_distribution_and_differ_by_listener(tiny_llama):
+async def test_the_likeliest_tokens_are_those_of_the_distribution_and_differ_by_listener(tiny_llama):
     engine = engine_of(tiny_llama)
     three, none = Heard(top=3), Heard()
-
-    async def both():
-        greedy = Sampling(max_tokens=8, temperature=0.0)
-        return await asyncio.gather(
+    greedy = Sampling(max_tokens=8, temperature=0.0)
+    (
+        await asyncio.gather(
             engine.generate([1, 2], greedy, session="a", listener=three),
             engine.generate([3], Sampling(max_tokens=8), session="b", listener=none),
         )
-
-    asyncio.run(both())
+    )
     for token, logprob, top in three.said:
         assert top[0] == (token, logprob)  # the likeliest was taken
         assert len(top) == 3
@@ -64,15 +62,11 @@ def test_the_likeliest_tokens_are_those_of_the_distribution_and_differ_by_listen
     assert [top for _, _, top in none.said] == [()] * 8
 
 
-def test_a_listener_that_breaks_costs_its_own_request(tiny_llama):
+async def test_a_listener_that_breaks_costs_its_own_request(tiny_llama):
     engine = engine_of(tiny_llama)
-
-    async def both():
-        broken = engine.generate([1], Sampling(max_tokens=4), session="a", listener=Breaks())
-        fine = engine.generate([2], Sampling(max_tokens=4), session="b", listener=Heard())
-        return await asyncio.gather(broken, fine, return_exceptions=True)
-
-    broken, fine = asyncio.run(both())
+    broken = engine.generate([1], Sampling(max_tokens=4), session="a", listener=Breaks())
+    fine = engine.generate([2], Sampling(max_tokens=4), session="b", listener=Heard())
+    broken, fine = await asyncio.gather(broken, fine, return_exceptions=True)
     assert isinstance(broken, EngineError)
     assert "no ears" in str(broken)
     assert len(fine.tokens) == 4

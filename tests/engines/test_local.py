@@ -29,7 +29,6 @@ from transformers import (
 from arborl.config.run_config import LearnerConfig
 from arborl.engines.local import LocalEngine
 from arborl.engines.local.sampler import SamplingBatch, sample_tokens, uniform_numbers
-from arborl.engines.local.scheduler import EngineRequest, InputBatch
 from arborl.errors import EngineError
 from arborl.learner.core.learner import Learner
 from arborl.rollout.token_trees import build_token_trees
@@ -39,16 +38,6 @@ from arborl.types import Call, Episode, FinishReason, Group, Sampling, Task
 def random_prompts(sizes: list[int], vocabulary: int, seed: int = 0) -> list[list[int]]:
     chance = np.random.default_rng(seed)
     return [chance.integers(0, vocabulary, size).tolist() for size in sizes]
-
-
-@pytest.fixture(scope="module")
-def qwen3():
-    torch.manual_seed(1)
-    config = Qwen3Config(
-        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config).eval()
 
 
 def greedy_by_transformers(model, prompts: list[list[int]], count: int) -> list[list[int]]:
@@ -117,8 +106,7 @@ def kindred(qwen3):
     return prompts, greedy_by_transformers(qwen3, prompts, 12)
 
 
-@pytest.mark.parametrize("page_size", [0, 1, 8, 16])
-@pytest.mark.parametrize("sequences", [1, 3, 16])
+@pytest.mark.parametrize(("sequences", "page_size"), [(1, 0), (1, 8), (3, 1), (3, 16), (16, 0), (16, 1), (16, 8)])
 def test_greedy_tokens_equal_those_of_transformers_with_and_without_prefix_hits(qwen3, kindred, sequences, page_size):
     prompts, expected = kindred
     engine = LocalEngine(qwen3, max_context=128, kv_tokens=128 * sequences, page_size=page_size)
@@ -128,7 +116,7 @@ def test_greedy_tokens_equal_those_of_transformers_with_and_without_prefix_hits(
         assert engine.metrics()["engine/hit_rate"] > 0.3
 
 
-@pytest.mark.parametrize("read_at_once", [1, 2, 8, 9, 41])
+@pytest.mark.parametrize("read_at_once", [1, 8, 9])
 def test_a_prompt_of_which_one_token_is_read_in_a_step_is_read_rightly(qwen3, read_at_once):
     prompts = random_prompts([7, 5, 40, 3], 99)
     expected = greedy_by_transformers(qwen3, prompts, 4)
@@ -137,7 +125,7 @@ def test_a_prompt_of_which_one_token_is_read_in_a_step_is_read_rightly(qwen3, re
     assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(4, 0.0)] * 4)] == expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
 def test_requests_put_back_for_want_of_room_go_on_with_the_same_tokens(family, monkeypatch):
     monkeypatch.setattr("arborl.engines.local.scheduler.HEADROOM", 0)  # let them in as soon as they fit: room runs out
     torch.manual_seed(3)
@@ -176,7 +164,7 @@ def test_a_request_put_back_draws_the_tokens_it_would_have_drawn(qwen3, monkeypa
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
-def test_ten_thousand_requests_through_a_pool_that_holds_two_hundred_lose_no_page(qwen3):
+async def test_ten_thousand_requests_through_a_pool_that_holds_two_hundred_lose_no_page(qwen3):
     engine = LocalEngine(qwen3, max_context=32, max_requests=128, kv_tokens=200 * 8, page_size=8)
     chance = np.random.default_rng(0)
 
@@ -187,10 +175,7 @@ def test_ten_thousand_requests_through_a_pool_that_holds_two_hundred_lose_no_pag
             prompt += done.tokens
         return len(prompt)
 
-    async def run():
-        return await asyncio.gather(*(episode(i) for i in range(2500)))
-
-    assert len(asyncio.run(run())) == 2500
+    assert len(await asyncio.gather(*(episode(i) for i in range(2500)))) == 2500
     pages = engine.pool
     assert (pages.num_used, pages.num_available) == (0, 200)
     assert engine.metrics()["engine/sampled"] == 20_000
@@ -204,24 +189,20 @@ def test_a_pool_too_small_for_one_sequence_is_refused(qwen3):
         LocalEngine(qwen3, max_context=128, kv_tokens=100)
 
 
-def test_new_weights_while_requests_are_live_are_used_from_the_next_token_on(qwen3):
+async def test_new_weights_while_requests_are_live_are_used_from_the_next_token_on(qwen3):
     import copy
 
     model = copy.deepcopy(qwen3)
     engine = LocalEngine(model, max_context=128, kv_tokens=1024)
     (prompt,) = random_prompts([20], 99)
-
-    async def run():
-        request = asyncio.create_task(engine.generate(prompt, Sampling(40, 0.0), session="a"))
-        while engine.batch.known.max() < 25:
-            await asyncio.sleep(0)
-        (row,) = engine.scheduler.running
-        before = engine.batch.tokens[row, 20:25].tolist()
-        other = {name: torch.randn_like(value) * 0.05 for name, value in model.state_dict().items()}
-        await engine.load(other, version=1)
-        return before, await request
-
-    before, done = asyncio.run(run())
+    request = asyncio.create_task(engine.generate(prompt, Sampling(40, 0.0), session="a"))
+    while engine.batch.known.max() < 25:
+        await asyncio.sleep(0)
+    (row,) = engine.scheduler.running
+    before = engine.batch.tokens[row, 20:25].tolist()
+    other = {name: torch.randn_like(value) * 0.05 for name, value in model.state_dict().items()}
+    await engine.load(other, version=1)
+    before, done = before, await request
     assert list(done.tokens[:5]) == before
     assert list(done.tokens[5:]) == greedy_by_transformers(model, [[*prompt, *before]], 35)[0]
 
@@ -262,18 +243,6 @@ def test_the_rollouts_logprobs_equal_the_learners(seedling, sampling):
     learner = Learner(model, LearnerConfig(), sampling)
     gap = (learner.logprobs(forest.trees, forest.terms) - torch.from_numpy(forest.terms.logprob)).abs().max()
     assert gap < 1e-4
-
-
-def test_new_weights_empty_the_cache_and_change_the_answer(qwen3):
-    import copy
-
-    model = copy.deepcopy(qwen3)
-    engine = LocalEngine(model, max_context=128, max_requests=4, kv_tokens=512)
-    prompts, samplings = random_prompts([20], 99), [Sampling(6, 0.0)]
-    generate(engine, prompts, samplings)
-    other = {name: torch.randn_like(value) * 0.05 for name, value in model.state_dict().items()}
-    asyncio.run(engine.load(other, version=1))
-    assert [list(c.tokens) for c in generate(engine, prompts, samplings)] == greedy_by_transformers(model, prompts, 6)
 
 
 def test_deterministic_mode_gives_bit_equal_logprobs_alone_and_in_company(seedling):
@@ -334,34 +303,26 @@ def test_a_deadline_ends_a_request_with_what_has_been_sampled(qwen3):
         ([1], Sampling(stop_texts=("x",)), "decode"),
     ],
 )
-def test_a_bad_request_is_refused_alone(qwen3, prompt, sampling, complaint):
+async def test_a_bad_request_is_refused_alone(qwen3, prompt, sampling, complaint):
     engine = LocalEngine(qwen3, max_context=128, max_requests=2, kv_tokens=256)
-
-    async def run():
-        return await asyncio.gather(
-            engine.generate(prompt, sampling, session="bad"),
-            engine.generate([1, 2], Sampling(3), session="good"),
-            return_exceptions=True,
-        )
-
-    bad, good = asyncio.run(run())
+    bad, good = await asyncio.gather(
+        engine.generate(prompt, sampling, session="bad"),
+        engine.generate([1, 2], Sampling(3), session="good"),
+        return_exceptions=True,
+    )
     assert isinstance(bad, EngineError)
     assert complaint in str(bad)
     assert len(good.tokens) == 3
 
 
-def test_a_cancelled_request_leaves_and_the_others_go_on(qwen3):
+async def test_a_cancelled_request_leaves_and_the_others_go_on(qwen3):
     engine = LocalEngine(qwen3, max_context=128, max_requests=4, kv_tokens=512)
-
-    async def run():
-        slow = asyncio.create_task(engine.generate([1, 2], Sampling(100), session="slow"))
-        quick = asyncio.create_task(engine.generate([3], Sampling(30), session="quick"))
-        await asyncio.sleep(0.02)
-        slow.cancel()
-        done = await quick
-        return done, engine.scheduler.running, engine.scheduler.waiting
-
-    done, live, waiting = asyncio.run(run())
+    slow = asyncio.create_task(engine.generate([1, 2], Sampling(100), session="slow"))
+    quick = asyncio.create_task(engine.generate([3], Sampling(30), session="quick"))
+    await asyncio.sleep(0.02)
+    slow.cancel()
+    done = await quick
+    done, live, waiting = done, engine.scheduler.running, engine.scheduler.waiting
     assert len(done.tokens) == 30
     assert not live
     assert not waiting
@@ -403,20 +364,6 @@ def test_adapters_are_sampled_through_and_change_what_is_said():
     assert engine.runner.forward.is_fused
     assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(12, 0.0)] * 2)] == expected
     assert expected != bare
-
-
-@pytest.mark.parametrize(
-    ("column", "value"), [("known", 60), ("length", 9), ("computed", 20), ("prompt", 0), ("limit", 4)]
-)
-def test_a_row_that_is_not_as_the_table_says_is_noticed(column, value):
-    rows = InputBatch(2, 64, 4)
-    done: asyncio.Future = asyncio.new_event_loop().create_future()
-    row = rows.add(EngineRequest(np.arange(5, dtype=np.int32), 5, Sampling(max_tokens=8), done, 0.0), 0, 64)
-    rows.num_blocks[row], rows.tables[row] = 2, [3, 1, 0, 0]
-    rows.check(np.array([row]), 8)
-    getattr(rows, column)[row] = value
-    with pytest.raises(AssertionError):
-        rows.check(np.array([row]), 8)
 
 
 def test_pages_take_no_memory_before_they_are_written(tiny_llama):

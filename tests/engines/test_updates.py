@@ -80,39 +80,31 @@ def test_a_completion_may_begin_again_under_the_new_weights(tiny_llama):
     assert done.tokens == alone.tokens
 
 
-def test_the_same_version_again_restarts_nothing(tiny_llama):
+async def test_the_same_version_again_restarts_nothing(tiny_llama):
     engine = LocalEngine(copy.deepcopy(tiny_llama), max_context=64, kv_tokens=512, update="restart")
-
-    async def measured_half_way():
-        request = asyncio.create_task(engine.generate(PROMPT, Sampling(20), session="a"))
-        while engine.batch.known.max() < len(PROMPT) + 5:
-            await asyncio.sleep(0)
-        await engine.load(engine.model.state_dict(), version=0)
-        return await request
-
-    assert len(asyncio.run(measured_half_way()).tokens) == 20
+    request = asyncio.create_task(engine.generate(PROMPT, Sampling(20), session="a"))
+    while engine.batch.known.max() < len(PROMPT) + 5:
+        await asyncio.sleep(0)
+    await engine.load(engine.model.state_dict(), version=0)
+    assert len((await request).tokens) == 20
     assert engine.metrics()["engine/restarted"] == 0
 
 
-def test_who_goes_while_held_leaves_nothing_behind_and_closing_tells_the_others(tiny_llama):
+async def test_who_goes_while_held_leaves_nothing_behind_and_closing_tells_the_others(tiny_llama):
     engine = LocalEngine(copy.deepcopy(tiny_llama), max_context=64, kv_tokens=512)
-
-    async def gone():
-        await engine.pause()
-        first, second = (asyncio.create_task(engine.generate(PROMPT, Sampling(3), session=name)) for name in ("a", "b"))
-        await asyncio.sleep(0)
-        first.cancel()
-        await asyncio.sleep(0)
-        engine.resume()
-        assert len((await second).tokens) == 3
-        await engine.pause()
-        third = asyncio.create_task(engine.generate(PROMPT, Sampling(3), session="c"))
-        await asyncio.sleep(0)
-        await engine.close()
-        with pytest.raises(Exception, match="closed"):
-            await third
-
-    asyncio.run(gone())
+    await engine.pause()
+    first, second = (asyncio.create_task(engine.generate(PROMPT, Sampling(3), session=name)) for name in ("a", "b"))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.sleep(0)
+    engine.resume()
+    assert len((await second).tokens) == 3
+    await engine.pause()
+    third = asyncio.create_task(engine.generate(PROMPT, Sampling(3), session="c"))
+    await asyncio.sleep(0)
+    await engine.close()
+    with pytest.raises(Exception, match="closed"):
+        await third
     assert engine.pool.num_used == 0
 
 
@@ -156,15 +148,11 @@ def test_an_engine_that_lends_its_memory_while_it_is_held_says_what_it_would_hav
     assert memory.calls == ["sleep", "wake_up"]
 
 
-def test_an_engine_that_was_held_for_nothing_has_its_memory_again(tiny_llama):
+async def test_an_engine_that_was_held_for_nothing_has_its_memory_again(tiny_llama):
     engine = LocalEngine(copy.deepcopy(tiny_llama), max_context=64, kv_tokens=512, compiled=False)
     memory = engine.runner.cache.memory = FakeMemory(engine.runner.cache)
-
-    async def held():
-        await engine.pause()
-        await engine.sleep()
-        engine.resume()
-        return await engine.generate(PROMPT, Sampling(4), session="a")
-
-    assert np.isfinite(asyncio.run(held()).logprobs).all()
+    await engine.pause()
+    await engine.sleep()
+    engine.resume()
+    assert np.isfinite((await engine.generate(PROMPT, Sampling(4), session="a")).logprobs).all()
     assert memory.calls == ["sleep", "wake_up"]

@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from arborl.chat import Renderer
+from arborl.child_process import supervised_command
 from arborl.cli.main import app
 from arborl.engines.remote.http_engine import HttpEngine
 from arborl.engines.remote.padded_heads import export_padded
-from arborl.engines.remote.vllm_process import WORKER_DIR, kill_process_group
+from arborl.engines.remote.vllm_process import WORKER_DIR
 from arborl.engines.remote.weight_sync import PROBE_PROMPT, WeightProbe
 from arborl.models.model_loading import load_model, resolve
 from arborl.rollout.episode_store import EpisodeStore
@@ -57,7 +58,9 @@ class VllmServer:
         quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         env = {**os.environ, **quiet, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(WORKER_DIR)}
         with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(self.command, env=env, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(
+                supervised_command(self.command, True), env=env, stdout=log, stderr=log, start_new_session=True
+            )
 
     def wait(self):
         until = time.monotonic() + STARTING
@@ -71,7 +74,7 @@ class VllmServer:
 
     def kill(self):
         """SIGKILL, to it and to all that it has started."""
-        kill_process_group(self.process.pid)
+        self.process.terminate()
         self.process.wait()
 
 
@@ -98,7 +101,7 @@ def servers(vllm_python, folder):
             server.kill()
 
 
-def test_a_server_that_is_killed_and_started_again_samples_from_the_newest_weights(servers, folder):
+async def test_a_server_that_is_killed_and_started_again_samples_from_the_newest_weights(servers, folder):
     model, renderer = load_model(folder, device="cpu"), Renderer.from_folder(folder)
     engine = HttpEngine(model, [server.url for server in servers], 256, renderer=renderer)
     probe, found = WeightProbe(model, Sampling(), "float32"), []
@@ -115,22 +118,18 @@ def test_a_server_that_is_killed_and_started_again_samples_from_the_newest_weigh
                 parameter.mul_(1 + 0.02 * torch.randn_like(parameter))
         await engine.load(model.state_dict(), version)
 
-    async def run():
-        await learn(1)
-        await ask(8)
-        servers[0].kill()
-        await ask(8)
-        await learn(2)
-        servers[0].start()
-        await asyncio.to_thread(servers[0].wait)
-        while not all(replica.up for replica in engine.replicas):
-            await asyncio.sleep(0.2)
-        await ask(16)
-        shares = [sum(where is replica for where in engine.routes.sessions.values()) for replica in engine.replicas]
-        await engine.close()
-        return shares
-
-    shares = asyncio.run(run())
+    await learn(1)
+    await ask(8)
+    servers[0].kill()
+    await ask(8)
+    await learn(2)
+    servers[0].start()
+    await asyncio.to_thread(servers[0].wait)
+    while not all(replica.up for replica in engine.replicas):
+        await asyncio.sleep(0.2)
+    await ask(16)
+    shares = [sum(where is replica for where in engine.routes.sessions.values()) for replica in engine.replicas]
+    await engine.close()
     assert [version for version, _ in found] == [1] * 16 + [2] * 16
     assert max(gap for _, gap in found) < 1e-3
     assert min(shares) > 4
@@ -163,7 +162,7 @@ def test_a_run_goes_on_when_a_server_is_killed_and_the_restarted_one_samples_fro
                 await asyncio.sleep(0.1)
 
     monkeypatch.setattr(HttpEngine, "load", watched)
-    urls = f"engine.urls=[{servers[0].url},{servers[1].url}]"
+    urls = f"engine.args.urls=[{servers[0].url},{servers[1].url}]"
     ran = CliRunner().invoke(
         app, ["train", f"output_dir={tmp_path / 'run'}", f"model.name={folder}", "engine=http", urls, *RUN]
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from arborl.engines.remote.weight_files import LOCK_NAME, WeightFiles
+from arborl.engines.remote.weight_sync import LOCK_NAME, WeightFiles
 from arborl.errors import EngineError
 
 

@@ -208,6 +208,25 @@ def test_it_shows_itself_as_text_and_as_a_picture(name):
     assert len(set(picture.getdata())) > 4
 
 
+WRONG = {
+    "frozen_lake": [{"size": 1}, {"frozen": 0}, {"frozen": 1.5}],
+    "sokoban": [{"preset": "7x7"}, {"size": 4}, {"boxes": 0}, {"walls": 1.0}, {"pulls": 0}],
+    "rooms": [{"rooms": 1}, {"rooms": 99}, {"doors": -1}, {"doors": 6}],
+    "shop": [{"products": 10}, {"products": 10**7}, {"per_page": 0}],
+    "countdown": [{"count": 1}, {"count": 9}, {"largest": 1}, {"max_target": 1}, {"tries": 0}],
+    "conversation": [{"preset": "x"}, {"order": "x"}, {"topics": ["x"]}, {"personas": []}],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_arguments_that_make_no_game_are_refused_by_name(name):
+    limit = {"countdown": "tries", "conversation": "max_turns"}.get(name, "max_steps")
+    for wrong in (*WRONG[name], {limit: 0}, {"format_penalty": 0.5}):
+        (key,) = wrong
+        with pytest.raises(ValueError, match="max_" if key == "max_turns" else key):
+            ENVS[name](**wrong)
+
+
 @pytest.mark.parametrize(("name", "longest"), [("sokoban", 30), ("sokoban_10x10", 90), ("shop", 420), ("rooms", 230)])
 def test_what_a_turn_shows_is_short_enough_for_a_small_model(name, longest):
     for seed in range(30):

@@ -88,54 +88,43 @@ def test_a_step_that_is_no_step_is_named():
     assert check_env(lambda: Bent(lambda step: (step.observation, 0.0)), TASK)[0].startswith("step() returned (Obs")
 
 
-def test_chance_that_does_not_come_from_the_seed_is_found():
-    def fresh(step):
-        return replace(step, reward=float(next(ticket)))
-
-    assert "another reward on replay (step 1)" in check_env(lambda: Bent(fresh), TASK)[0]
+def fresh_reward(step):
+    return replace(step, reward=float(next(ticket)))
 
 
-def test_a_state_key_that_differs_in_equal_states_is_found():
-    def fresh(step):
-        return replace(step, observation=replace(step.observation, state_key=f"{next(ticket)}"))
-
-    assert "another state_key on replay" in check_env(lambda: Bent(fresh), TASK)[0]
+def fresh_key(step):
+    return replace(step, observation=replace(step.observation, state_key=f"{next(ticket)}"))
 
 
-def test_an_opening_that_carries_over_from_the_last_episode_is_found():
-    class Leaky(Walk):
-        async def reset(self, task, seed):
-            self.games = getattr(self, "games", 0) + 1
-            return replace(await super().reset(task, seed), messages=(Message("user", f"game {self.games}"),))
+class Opens(Walk):
+    """A walk whose opening is changed by `change(env, task, opening)`."""
 
-    assert "other messages the second time" in check_env(Leaky, TASK)[0]
+    def __init__(self, change):
+        self.change, self.number, self.games = change, next(ticket), 0
 
-
-def test_a_state_key_that_carries_over_is_found():
-    class Leaky(Walk):
-        async def reset(self, task, seed):
-            return replace(await super().reset(task, seed), state_key=str(next(ticket)))
-
-    assert "other state_key the second time" in check_env(Leaky, TASK)[0]
+    async def reset(self, task, seed):
+        self.games += 1
+        return replace(await super().reset(task, seed), **self.change(self))
 
 
-def test_an_opening_that_differs_between_objects_is_found():
-    class Shared(Walk):
-        def __init__(self):
-            self.number = next(ticket)
-
-        async def reset(self, task, seed):
-            return replace(await super().reset(task, seed), messages=(Message("user", f"{self.number}"),))
-
-    assert "other messages in a second environment" in check_env(Shared, TASK)[0]
+class Seedy(Walk):
+    async def reset(self, task, seed):
+        return await super().reset(replace(task, seed=seed), seed)
 
 
-def test_a_start_that_depends_on_the_episodes_seed_is_found():
-    class Seedy(Walk):
-        async def reset(self, task, seed):
-            return await super().reset(replace(task, seed=seed), seed)
-
-    assert "derive the start state from task.seed" in check_env(Seedy, TASK)[0]
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Bent(fresh_reward), "another reward on replay (step 1)"),
+        (lambda: Bent(fresh_key), "another state_key on replay"),
+        (lambda: Opens(lambda env: {"messages": (Message("user", f"game {env.games}"),)}), "other messages the second"),
+        (lambda: Opens(lambda env: {"state_key": str(next(ticket))}), "other state_key the second time"),
+        (lambda: Opens(lambda env: {"messages": (Message("user", f"{env.number}"),)}), "in a second environment"),
+        (Seedy, "derive the start state from task.seed"),
+    ],
+)
+def test_what_does_not_follow_from_task_and_seed_is_found(make, says):
+    assert says in check_env(make, TASK)[0]
 
 
 def test_whatever_raises_is_a_problem_and_not_an_exception():

@@ -198,15 +198,6 @@ def test_one_pair_in_ten_is_held_out_and_never_trained_on():
         talk(Conversation(scenarios=[OTHER], personas=QUIET), task=Task("t", fields={"split": "held_out"}))
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"preset": "x"}, {"order": "x"}, {"max_turns": 0}, {"format_penalty": 1}, {"topics": ["x"]}, {"personas": []}],
-)
-def test_arguments_that_make_no_conversation_are_refused(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        Conversation(**wrong)
-
-
 def test_gibberish_is_no_success_where_nothing_is_expected_and_no_reward_judges_it():
     env = Conversation(scenarios=[{"id": "a", "user_responses": ["Hello.", "Bye."]}], personas=[{"name": "x"}] * 2)
 

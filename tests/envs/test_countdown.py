@@ -45,22 +45,10 @@ def test_the_value_is_what_python_says(seed):
 @pytest.mark.parametrize(
     "text",
     [
-        None,
-        "",
-        "3 + 7",
-        "3 + 7 + 25 + 25",
-        "3 ** 7 * 25",
-        "3 // 7 + 25",
-        "-3 + 7 + 25",
-        "3.0 + 7 + 25",
-        "True + 7 + 25",
-        "3 / (7 - 7) + 25",
-        "__import__('os')",
-        "3 + 7 + x",
-        "(" * 300,
-        "3 + 7 + 25" + " " * 200,
+        None, "", "3 + 7", "3 + 7 + 25 + 25", "3 ** 7 * 25", "3 // 7 + 25", "-3 + 7 + 25", "3.0 + 7 + 25",
+        "True + 7 + 25", "3 / (7 - 7) + 25", "__import__('os')", "3 + 7 + x", "(" * 300, "3 + 7 + 25" + " " * 200,
     ],
-)
+)  # fmt: skip
 def test_what_is_no_expression_of_just_the_numbers_has_no_value(text):
     assert value_of(text, (3, 7, 25)) is None
 
@@ -92,11 +80,3 @@ def test_tries_are_answered_with_what_they_make_until_one_is_right_or_they_are_u
     env, steps = asyncio.run(play(text, text, text))
     assert steps[-1].truncated
     assert env.metrics()["success"] == 0.0
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"count": 1}, {"count": 9}, {"largest": 1}, {"max_target": 1}, {"tries": 0}, {"format_penalty": 0.5}]
-)
-def test_arguments_that_make_no_game_are_refused(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        Countdown(**wrong)

@@ -85,12 +85,10 @@ def test_answers_are_compared_plainly(answer, right, choice, verdict):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ({"tokens": (9, 3)}, "tokens="),
-        ({"hops": 7}, "hops=7"),
-        ({"kind": "essay"}, "kind='essay'"),
+        ({"tokens": (9, 3)}, "tokens="), ({"hops": 7}, "hops=7"), ({"kind": "essay"}, "kind='essay'"),
         ({"lures": -1}, "lures=-1"),
     ],
-)
+)  # fmt: skip
 def test_numbers_that_cannot_be_are_refused(args, words):
     with pytest.raises(ValueError, match=words):
         Documents(**args)

@@ -309,29 +309,27 @@ def test_a_prompt_of_an_environment_that_no_source_plays_is_refused():
         from_kwargs(data={"sources": sources}, **{"env.prompt.system": "x"})
 
 
-# ------------------------------------------------------------------------------------------------ tags
-
-
-def test_tags_take_rolls_names():
-    tag = {
-        "env_type": "frozen_lake",
-        "env_config": {"size": 3, "action_pattern": BRACKETS, "env_instruction": "Go."},
-        "max_steps": 6,
-        "max_tokens_per_step": 16,
-        "agent_system_template": "You're {a player}.",
-        "agent_template": "{turn_idx}/{actions_left}/{max_response_length} {observation}",
-    }
-    envs = {"tags": ["Lake", "frozen_lake"], "custom_envs": {"Lake": tag}, "num_env_groups": 2, "group_size": 2}
-    config = from_kwargs(rollout={"envs": envs}, engine="scripted")
+def test_sources_have_prompts_of_their_own():
+    prompt = {
+        "system": "You're {{a player}}.", "instruction": "Go.", "action_pattern": BRACKETS,
+        "observation": "{turn_idx}/{actions_left}/{max_response_length} {observation}",
+    }  # fmt: skip
+    lake = {
+        "env": {"name": "frozen_lake", "args": {"size": 3}, "prompt": prompt}, "rollout": {"max_turns": 6},
+        "sampling": {"max_tokens": 16},
+    }  # fmt: skip
+    sources = {"Lake": lake, "plain": {"env": "frozen_lake"}}
+    config = from_kwargs(data={"sources": sources}, engine="scripted")
     cast = RunPartFactory(config, {}).cast()
-    tasks = {name: Task("t", source=name, fields={"split": "train"}) for name in envs["tags"]}
+    tasks = {name: Task("t", source=name, fields={"split": "train"}) for name in sources}
     system, user = opening(cast.env(tasks["Lake"]), tasks["Lake"])
     assert system.content == "You're {a player}."
     assert user.content.startswith("Go.\n1/6/16 ")
-    assert opening(cast.env(tasks["frozen_lake"]), tasks["frozen_lake"])[0].content == RULES
+    assert opening(cast.env(tasks["plain"]), tasks["plain"])[0].content == RULES
     assert config == from_kwargs(**config.model_dump())  # what a run writes down is read back as it was
-    with pytest.raises(ConfigError, match=r"rollout.envs.custom_envs.Lake.agent_template: unknown field {obs}"):
-        from_kwargs(rollout={"envs": envs | {"custom_envs": {"Lake": tag | {"agent_template": "{obs}"}}}})
+    lake["env"]["prompt"]["observation"] = "{obs}"
+    with pytest.raises(ConfigError, match=r"data.sources.Lake.env.prompt.observation: unknown field {obs}"):
+        from_kwargs(data={"sources": sources})
 
 
 def test_a_run_trains_and_evaluates_with_its_prompts_and_writes_them_down(tmp_path):

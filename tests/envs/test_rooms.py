@@ -112,14 +112,6 @@ def test_looking_is_valid_and_changes_nothing():
     assert step.info == {"valid": 1.0, "effective": 0.0}
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"rooms": 1}, {"rooms": 99}, {"doors": -1}, {"doors": 6}, {"max_steps": 0}, {"format_penalty": 0.1}]
-)
-def test_arguments_that_make_no_house_are_refused(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        Rooms(**wrong)
-
-
 def test_a_house_that_is_too_far_for_its_limit_is_an_error_and_not_a_hang():
     with pytest.raises(ValueError, match="no map of split 'train'"):
         draw_rooms_map(0, "train", 12, 6, 3)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from arborl.algorithms.recipe import AlgorithmNeeds
-from arborl.config.algorithm_config import TrustRegionConfig
+from arborl.config.algorithm_config import AlgorithmArgs
 from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Call, Completion, Episode, FinishReason, Forest, Group, Sampling, Task, Terms, TokenTree
 
@@ -39,7 +39,7 @@ def random_groups(seed: int, groups: int = 3, vocabulary: int = 50, longest: int
 class Fake:
     """An algorithm that credits an episode with its reward; losses are `clip`, `sequence`, `value` and `entropy`."""
 
-    trust_region: TrustRegionConfig | None = None
+    trust_region: AlgorithmArgs | None = None
 
     def __init__(self, kind: str = "clip", reference: bool = False, proximal: bool = False):
         self.kind = kind
@@ -112,3 +112,26 @@ def assert_same(one, other, tolerance: float = 1e-9) -> None:
     assert abs(one[0] - other[0]) < tolerance * max(1.0, abs(one[0]))
     for a, b in zip(one[1], other[1], strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * scale)
+
+
+def leaves(tree, path="") -> dict[str, torch.Tensor]:
+    """Copies of all tensors of nested dicts and lists, by path."""
+    if isinstance(tree, torch.Tensor):
+        return {path: tree.detach().cpu().clone()}
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ()
+    return {k: v for name, value in items for k, v in leaves(value, f"{path}/{name}").items()}
+
+
+def assert_equal(ours, theirs) -> None:
+    """All tensors are equal to the last bit."""
+    one, other = leaves(ours), leaves(theirs)
+    assert one.keys() == other.keys()
+    assert [name for name in other if not torch.equal(one[name], other[name])] == []
+
+
+def step(learner, algorithm: Fake, seed: int) -> dict[str, float]:
+    """Score, credit and update once."""
+    groups = random_groups(seed)
+    forest, terms = batch_of(groups, algorithm)
+    seen = learner.score_terms(forest.trees, terms, algorithm.needs)
+    return learner.update(forest.trees, algorithm.credit(groups, seen), algorithm)

@@ -62,7 +62,7 @@ def clipped(model, groups, settings: dict, **learning) -> tuple[float, dict[str,
 
 CASES = [
     {"name": "gspo"},
-    {"name": "gspo", "sequence": "call"},
+    {"name": "gspo", "args": {"sequence": "call"}},
     {"name": "gspo", "importance_weights": "tis"},
     {"clip_low": 1e-4, "clip_high": 1e-4},
     {"name": "decoupled_ppo", "clip_low": 1e-4, "clip_high": 1e-4},
@@ -71,8 +71,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("learning", [{}, {"minibatches": 2}, {"epochs": 2}], ids=str)
-@pytest.mark.parametrize("settings", CASES, ids=str)
+SEVERAL_STEPS = [({"name": "gspo"}, {"minibatches": 2}), ({"name": "gspo"}, {"epochs": 2}), (CASES[4], {"epochs": 2})]
+
+
+@pytest.mark.parametrize(("settings", "learning"), [*((case, {}) for case in CASES), *SEVERAL_STEPS], ids=str)
 def test_on_policy_nothing_is_clipped(model, groups, settings, learning):
     share, metrics = clipped(model, groups, settings, **learning)
     assert metrics["policy/logprob_diff"] > 1e-4  # there is something to be mistaken about
@@ -107,7 +109,7 @@ def test_a_policy_that_has_not_moved_pays_no_kl(model, groups, estimator):
         ({"clip_high": NARROW_CLIP / 2}, "proximal"),
         ({"name": "cispo"}, "rollout"),
         ({"name": "sapo"}, "rollout"),
-        ({"name": "sapo", "tau_negative": 50.0}, "proximal"),
+        ({"name": "sapo", "args": {"tau_negative": 50.0}}, "proximal"),
         ({"name": "topr"}, "rollout"),
         ({"importance_weights": "mis"}, "proximal"),
         ({"name": "gspo", "anchor": "rollout"}, "rollout"),

@@ -94,10 +94,6 @@ def test_large_bushes_agree_too_and_so_do_long_chains_and_single_tokens(heads, k
     agree(forest(bush(200, 6, 41), [[5]], [list(range(600))], bush(7, 30, 3)), heads, key_heads, size)
 
 
-def test_a_window_shorter_than_a_chunk_of_keys_leaves_the_rest_out():
-    agree(forest(bush(700, 3, 90)), 4, 2, 16, AttentionLimits(40))
-
-
 def test_inputs_need_not_lie_side_by_side():
     batch = forest(bush(50, 4, 21))
     whole = torch.randn(len(batch), 8, 24, requires_grad=True)

@@ -32,9 +32,6 @@ def assert_untouched(model, before: dict[str, torch.Tensor]) -> None:
         assert torch.equal(value, before[name]), name
 
 
-# ------------------------------------------------------------------------------------------------ look
-
-
 def test_score_terms_fills_exactly_what_is_needed(model):
     needs = AlgorithmNeeds(proximal=True, reference=True, value=True)
     learner = Learner(model, LearnerConfig(), SAMPLING, needs)
@@ -100,7 +97,9 @@ def test_a_detached_critic_leaves_the_trunk_to_the_policy(model):
     groups = random_groups(0)
     found = {}
     for detach in (True, False):
-        learner = Learner(model, LearnerConfig(critic_detach=detach), SAMPLING, Fake("value").needs)
+        learner = Learner(
+            model, LearnerConfig(critic="detached" if detach else "shared"), SAMPLING, Fake("value").needs
+        )
         with torch.no_grad():
             learner.critic.head.weight.fill_(0.1)
         found[detach] = gradients(learner, groups, Fake("value"))[1]
@@ -108,9 +107,6 @@ def test_a_detached_critic_leaves_the_trunk_to_the_policy(model):
     for ours, theirs in zip(found[True], policy, strict=False):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
     assert not torch.allclose(found[False][1], policy[1])
-
-
-# ------------------------------------------------------------------------------------------------ bad input
 
 
 def without(groups: list[Group], number: int) -> list[Group]:
@@ -127,7 +123,7 @@ def assert_learned_as_without(model, learned, groups, number: int, algorithm) ->
 
 
 @pytest.mark.parametrize("column", ["advantage", "weight", "logprob"])
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("poison", [np.nan, -np.inf])
 def test_a_group_with_a_non_finite_number_is_dropped_and_its_episode_named(model, caplog, column, poison):
     groups, algorithm = random_groups(1), Fake()
     forest, terms = batch_of(groups, algorithm)
@@ -209,9 +205,6 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_untouched(model):
     assert_untouched(model, before)
 
 
-# ------------------------------------------------------------------------------------------------ memory
-
-
 class Small(DenseAttention):
     """A GPU with room for so many tokens."""
 
@@ -258,9 +251,6 @@ def test_a_branch_that_does_not_fit_raises_an_error_with_advice(model, monkeypat
     forest, terms = batch_of(random_groups(0), Fake())
     with pytest.raises(torch.OutOfMemoryError, match=r"learner\.recompute"):
         Learner(model, LearnerConfig(attention="dense"), SAMPLING).update(forest.trees, terms, Fake())
-
-
-# ------------------------------------------------------------------------------------------------ going on
 
 
 @pytest.mark.parametrize(("critic", "dtype"), [("shared", "float32"), ("separate", "float32"), ("shared", "bfloat16")])

@@ -42,7 +42,7 @@ def theirs(name: str, rising: int, **more: object) -> list[float]:
     ],
 )
 def test_a_schedule_is_transformers_own(decay, name, floor, rising):
-    config = LearnerConfig(lr=LR, decay=decay, warmup_steps=rising, min_lr=floor)
+    config = LearnerConfig(lr=LR, decay=decay, warmup=rising, min_lr=floor)
     more = {"cosine_with_min_lr": {"min_lr": floor}, "polynomial": {"power": 1.0, "lr_end": floor}}.get(name, {})
     ours = [LR * lr_factor(config, step, TOTAL, floor / LR) for step in range(TOTAL)]
     assert ours == pytest.approx(theirs(name, rising, **more), rel=1e-12, abs=1e-18)
@@ -53,8 +53,8 @@ def test_without_a_warm_up_a_constant_rate_is_constant():
 
 
 def test_a_warm_up_by_share_is_rounded_up_over_the_optimiser_steps_of_the_whole_run(tiny_llama):
-    assert [warmup_steps(LearnerConfig(warmup_ratio=0.1), total) for total in (10, 11, 19, 20, 0)] == [1, 2, 2, 2, 0]
-    config = LearnerConfig(lr=LR, epochs=2, minibatches=3, warmup_ratio=0.5, decay="cosine", min_lr=LR / 4)
+    assert [warmup_steps(LearnerConfig(warmup=0.1), total) for total in (10, 11, 19, 20, 0)] == [1, 2, 2, 2, 0]
+    config = LearnerConfig(lr=LR, epochs=2, minibatches=3, warmup=0.5, decay="cosine", min_lr=LR / 4)
     learner = Learner(copy.deepcopy(tiny_llama), config, SAMPLING, total_steps=2)
     algorithm = Fake()
     forest, terms = batch_of(random_groups(0), algorithm)
@@ -67,11 +67,11 @@ def test_a_warm_up_by_share_is_rounded_up_over_the_optimiser_steps_of_the_whole_
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"warmup_steps": 3, "warmup_ratio": 0.1}, "both set the warm-up"),
+        ({"warmup": 3.5}, "a whole number of steps, or a share below 1"),
         ({"min_lr": 1e-6, "decay": "none"}, "decay=none has none"),
         ({"min_lr": 1e-6, "decay": "constant_with_warmup"}, "Write decay=linear or cosine"),
         ({"min_lr": 1e-3, "lr": 1e-4}, "is above lr=0.0001"),
-        ({"warmup_ratio": 1.0}, ">= 0 and < 1"),
+        ({"warmup": -1.0}, ">= 0"),
         ({"decay": "cosinus"}, "Did you mean 'cosine'?"),
     ],
 )

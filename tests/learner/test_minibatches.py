@@ -19,9 +19,9 @@ CONFIGS = {
     "episode": {},
     "token": {"aggregation": "token"},
     "call": {"aggregation": "call"},
-    "fixed": {"aggregation": "fixed", "fixed_length": 7},
-    "dpo": {"name": "dpo", "pairs": "all"},
-    "kto": {"name": "kto", "reward_threshold": 0.0},
+    "fixed": {"aggregation": "fixed", "args": {"fixed_length": 7}},
+    "dpo": {"name": "dpo", "args": {"pairs": "all"}},
+    "kto": {"name": "kto", "args": {"reward_threshold": 0.0}},
 }
 
 
@@ -42,7 +42,7 @@ def steps_of(model, groups: list[Group], settings: dict, minibatches: int) -> li
     return taken
 
 
-@pytest.mark.parametrize("minibatches", [2, 3, 7])
+@pytest.mark.parametrize("minibatches", [2, 7])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_each_step_has_the_gradient_its_groups_would_have_alone(tiny_llama, name, minibatches):
     groups = random_groups(5, groups=5)
@@ -54,15 +54,6 @@ def test_each_step_has_the_gradient_its_groups_would_have_alone(tiny_llama, name
         scale = max(float(g.abs().max()) for g in alone)
         for a, b in zip(ours, alone, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9 * scale)
-
-
-def test_more_minibatches_than_groups_do_not_make_gradients_larger(tiny_llama):
-    groups = [random_groups(5, groups=1)[0], random_groups(6, groups=1)[0]]
-    norms = {}
-    for minibatches in (2, 4):
-        taken = steps_of(tiny_llama, groups, {}, minibatches)
-        norms[minibatches] = [float(torch.cat([g.reshape(-1) for g in step]).norm()) for step in taken]
-    assert norms[4] == pytest.approx(norms[2])
 
 
 @pytest.mark.parametrize("skipped", [(), (1, 2), (0,)], ids=str)

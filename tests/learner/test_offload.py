@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from learner_fakes import SAMPLING, Fake, batch_of, random_groups
+from learner_fakes import SAMPLING, Fake, assert_equal, leaves, step
 
 from arborl.config.run_config import LearnerConfig, LoraConfig
 from arborl.learner.core import offload
@@ -22,28 +22,9 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(offload, "OFFLOAD_CHUNK", 300)  # so that a step has many
 
 
-def leaves(tree, path=""):
-    if isinstance(tree, torch.Tensor):
-        return {path: tree.detach().clone()}
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ()
-    return {k: v for name, value in items for k, v in leaves(value, f"{path}/{name}").items()}
-
-
 def everything(learner: Learner) -> dict[str, torch.Tensor]:
     with learner.with_reference():
         return leaves(checkpoint_tensors(learner))
-
-
-def assert_equal(ours, theirs) -> None:
-    assert ours.keys() == theirs.keys()
-    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
-
-
-def step(learner: Learner, algorithm: Fake, seed: int) -> dict[str, float]:
-    groups = random_groups(seed)
-    forest, terms = batch_of(groups, algorithm)
-    seen = learner.score_terms(forest.trees, terms, algorithm.needs)
-    return learner.update(forest.trees, algorithm.credit(groups, seen), algorithm)
 
 
 def learner_of(model, algorithm, mode, **more) -> Learner:

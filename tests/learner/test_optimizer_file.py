@@ -8,7 +8,8 @@ import zipfile
 
 import pytest
 import torch
-from test_snapshot import learner_of, step
+from learner_fakes import step
+from test_snapshot import learner_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from arborl.errors import ConfigError

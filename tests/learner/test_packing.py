@@ -13,7 +13,6 @@ from learner_fakes import forest_of, random_groups
 from arborl.learner.core import packing
 from arborl.learner.core.packing import (
     ForwardCosts,
-    branch_starts,
     has_split_tree,
     prune_tree,
     rows_are_cheaper,
@@ -113,13 +112,6 @@ def test_cuts_repeat_as_few_tokens_as_any_cuts_could(sequences, budget):
     fitting = [sum(size) for size in sizes if max(size) <= budget]
     if fitting and len(found) <= 4:
         assert sum(found) <= min(fitting)
-
-
-def test_a_tree_within_the_budget_is_not_cut():
-    tree, _ = tree_of_sequences([[1, 2, 3, 4], [1, 2, 5]])
-    assert segment_starts(tree, 5).tolist() == [0]
-    assert segment_starts(tree, 4).tolist() == [0, 4]
-    assert branch_starts(tree).tolist() == [0, 4]
 
 
 def test_only_a_tree_spread_over_several_micro_batches_counts_as_cut():

@@ -44,8 +44,10 @@ def by_hand(pairs: list[TextPair], dtype: torch.dtype) -> tuple[float, dict[str,
     return float(loss.detach()), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("dtype", "near"), [("float64", 1e-9), ("float32", 1e-6)])
-@pytest.mark.parametrize("tokens", [1, 300, 100_000])
+@pytest.mark.parametrize(
+    ("dtype", "near", "tokens"),
+    [("float64", 1e-9, 1), ("float64", 1e-9, 300), ("float64", 1e-9, 100_000), ("float32", 1e-6, 300)],
+)
 def test_loss_and_gradients_are_those_of_the_formula(dtype, near, tokens, monkeypatch):
     pairs = some_pairs(9)
     learner = PairLearner(scorer(dtype), LearnerConfig(micro_batch_tokens=tokens), total_steps=0)
@@ -108,7 +110,7 @@ def test_a_model_of_several_labels_and_one_that_is_no_language_model_are_refused
 
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForSequenceClassification(LlamaConfig(vocab_size=50, num_labels=3, **small)).save_pretrained(tmp_path / "a")
-    with pytest.raises(ConfigError, match="3 labels, and a reward is one number"):
+    with pytest.raises(ConfigError, match="3 labels"):
         SequenceScorer(tmp_path / "a", "float32", "cpu", begin=True)
     BertModel(BertConfig(vocab_size=50, **small)).save_pretrained(tmp_path / "b")
     with pytest.raises(ConfigError, match=r"is missing|no layer called score"):

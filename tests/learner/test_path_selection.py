@@ -21,14 +21,12 @@ from arborl.learner.attention.path_selection import (
     PathSelector,
     hidden_states,
     path_error,
-    sample_micro_batch,
 )
 from arborl.learner.attention.tree_attention import DenseAttention
-from arborl.learner.core.packing import branch_starts, split
+from arborl.learner.core.packing import split
 from arborl.models.fast_forward import has_fast_forward
 from arborl.models.fused_linear import FUSED_ATTRIBUTE
 from arborl.models.model_loading import compute_device, set_compute_device
-from arborl.types import TokenTree
 
 
 @pytest.fixture
@@ -109,13 +107,6 @@ def test_checking_leaves_gradients_and_the_random_state_alone(model):
     assert path_error(model, ExecutionPath("blocks")) is None
     assert torch.equal(torch.get_rng_state(), before)
     assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.parametrize("chain", [True, False])
-def test_the_sample_is_a_tree_that_branches_twice_or_a_chain(model, chain):
-    batch = sample_micro_batch(model, chain, 40)
-    assert batch.is_unbranched == chain
-    assert len(branch_starts(TokenTree(batch.tokens, batch.depth, batch.end))) == (1 if chain else 4)
 
 
 @pytest.mark.parametrize("kind", ["fast", "library"])

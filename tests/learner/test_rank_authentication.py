@@ -22,7 +22,7 @@ from worlds import Copies, body, world
 
 from arborl.config.run_config import LearnerConfig
 from arborl.errors import ConfigError, LearnerRankLost
-from arborl.learner.distributed import rank_connections
+from arborl.learner.distributed import rank_group
 from arborl.learner.distributed.learner_group import LearnerGroup
 from arborl.learner.distributed.rank_worker import LearnerSpec
 from arborl.learner.distributed.rendezvous import Rendezvous
@@ -66,7 +66,7 @@ class Nothing:
 
 
 def test_a_stranger_that_calls_itself_a_rank_is_sent_no_pickle_and_runs_no_code(tmp_path, monkeypatch):
-    monkeypatch.setattr("arborl.learner.distributed.rendezvous.START_TIMEOUT", 15.0)
+    monkeypatch.setattr("arborl.learner.distributed.rendezvous.START_TIMEOUT", 6.0)
     rendezvous, info = Rendezvous.create(2, "127.0.0.1")
     mark = tmp_path / "ran"
     spawn = multiprocessing.get_context("spawn")
@@ -88,8 +88,8 @@ def test_a_stranger_that_calls_itself_a_rank_is_sent_no_pickle_and_runs_no_code(
 
 def test_a_line_whose_other_end_cannot_prove_itself_is_refused_before_anything_is_sent_over_it(monkeypatch):
     """As one that a stranger has connected to first."""
-    truth = rank_connections.proof
-    monkeypatch.setattr(rank_connections, "proof", lambda session, *which: truth(session + "x", *which))
+    truth = rank_group.proof
+    monkeypatch.setattr(rank_group, "proof", lambda session, *which: truth(session + "x", *which))
     rendezvous, info = Rendezvous.create(2)
     spec = LearnerSpec(CONFIG.model_copy(update={"strategy": "ddp", "ranks": 2}), SAMPLING, NEEDS, 0, 0, body)
     with pytest.raises((ConfigError, LearnerRankLost), match="did not prove that it belongs to this run"):

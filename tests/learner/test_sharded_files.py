@@ -62,8 +62,8 @@ def test_two_ranks_and_one_process_go_on_from_each_others_checkpoints(lora, tmp_
         (("fsdp2", 2), ("fsdp2", 4)),
         (("fsdp2", 2), ("tensor", 2)),
         (("tensor", 2), ("ddp", 2)),
-        (("tensor", 2), ("deepspeed", 2)),
-        (("deepspeed", 2), ("fsdp2", 1)),
+        (("tensor", 2), ("zero2", 2)),
+        (("zero2", 2), ("fsdp2", 1)),
     ],
 )
 def test_another_strategy_on_other_ranks_goes_on(saver, loader, lora, tmp_path):
@@ -82,9 +82,9 @@ def test_another_strategy_on_other_ranks_goes_on(saver, loader, lora, tmp_path):
 def test_every_stage_of_zero_can_be_gone_on_from(stage, tmp_path):
     single = alone(body(), ALGORITHM.needs, CONFIG)
     learn(single, 1)
-    with world("deepspeed", 2, body(), ALGORITHM.needs, CONFIG, zero_stage=stage) as group:
+    with world(f"zero{stage}", 2, body(), ALGORITHM.needs, CONFIG) as group:
         learn(group, 1)
         saved = kept(group, tmp_path)
-    with world("deepspeed", 2, body(), ALGORITHM.needs, CONFIG, zero_stage=stage) as group:
+    with world(f"zero{stage}", 2, body(), ALGORITHM.needs, CONFIG) as group:
         group.load(saved)
         assert_goes_on(group, single)

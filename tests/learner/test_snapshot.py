@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from learner_fakes import SAMPLING, Fake, batch_of, random_groups
+from learner_fakes import SAMPLING, Fake, assert_equal, leaves, step
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -23,29 +23,9 @@ from arborl.models.lora import add_lora
 CPU = torch.device("cpu")
 
 
-def leaves(tree, path=""):
-    if isinstance(tree, torch.Tensor):
-        return {path: tree}
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ()
-    return {k: v for name, value in items for k, v in leaves(value, f"{path}/{name}").items()}
-
-
-def assert_equal(ours, theirs):
-    one, other = leaves(ours), leaves(theirs)
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name].cpu(), other[name].cpu()) for name in other)
-
-
 def learner_of(model, kind="clip", reference=True, **more) -> tuple[Learner, Fake]:
     algorithm = Fake(kind, reference=reference)
     return Learner(model, LearnerConfig(lr=1e-2, decay="none", **more), SAMPLING, algorithm.needs), algorithm
-
-
-def step(learner: Learner, algorithm: Fake, seed: int) -> None:
-    groups = random_groups(seed)
-    forest, terms = batch_of(groups, algorithm)
-    seen = learner.score_terms(forest.trees, terms, algorithm.needs)
-    learner.update(forest.trees, algorithm.credit(groups, seen), algorithm)
 
 
 @pytest.mark.parametrize(
@@ -65,31 +45,22 @@ def test_what_is_written_is_the_moment_of_the_snapshot_though_the_learner_goes_o
         step(learner, algorithm, seed)
     then = copy.deepcopy(checkpoint_tensors(learner))
     snapshot = learner.snapshot()
-    writing = threading.Thread(target=lambda: [snapshot.write(tmp_path / str(n)) for n in range(5)])
-    for n in range(5):
+    writing = threading.Thread(target=lambda: [snapshot.write(tmp_path / str(n)) for n in range(2)])
+    for n in range(2):
         (tmp_path / str(n)).mkdir()
     writing.start()
-    for seed in range(2, 8):
+    for seed in range(2, 5):
         step(learner, algorithm, seed)
     learner.update_reference()
     writing.join()
     now = leaves(checkpoint_tensors(learner)["state"]["optimizer"])
     before = leaves(then["state"]["optimizer"])
     assert not all(torch.equal(now[name], before[name]) for name in before)  # it has really moved
-    for n in range(5):
+    for n in range(2):
         resumed, _ = learner_of(copy.deepcopy(start), kind, critic=critic)
         resumed.load(tmp_path / str(n))
         assert_equal(checkpoint_tensors(resumed), then)
         assert resumed.done == 2
-
-
-def test_numbers_that_are_no_tensors_are_taken_by_value_too():
-    state = {"done": 3, "scale": {"value": [1.0]}, "list": [torch.ones(2)]}
-    copied = HostCopier(CPU).copy(state).tree
-    state["scale"]["value"][0], state["list"][0][0], state["done"] = 2.0, 5.0, 4
-    assert copied["scale"] == {"value": [1.0]}
-    assert copied["done"] == 3
-    assert copied["list"][0].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("slab", [64, 2**30])
@@ -132,10 +103,6 @@ def test_where_the_host_has_no_room_the_tensors_themselves_are_written(tiny_llam
     resumed, _ = learner_of(copy.deepcopy(tiny_llama))
     resumed.load(tmp_path)
     assert_equal(checkpoint_tensors(resumed), checkpoint_tensors(learner))
-
-
-def test_free_memory_is_a_number_that_makes_sense():
-    assert 2**20 < offload.free_memory() < 2**63
 
 
 def test_tied_and_joined_weights_are_written_once_each(tmp_path):

@@ -246,7 +246,9 @@ def test_teachers_that_cannot_teach_are_refused(serve, seedling, tmp_path):
         RemoteTeacher(serve(form="neither").url, wait=0.01).check(tokenizer, 1024)
     with pytest.raises(ConfigError, match="does not list its models"):
         RemoteTeacher("http://127.0.0.1:9/v1", wait=0.01).check(tokenizer, 1024)
-    with pytest.raises(ConfigError, match=r"algorithm.teacher=no-such: model.name: no model here is called 'no-such'"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm.args.teacher=no-such: model.name: no model here is called 'no-such'"
+    ):
         open_teacher("no-such", resolve("seedling"), "cpu", 1024)
     other = shifted(tmp_path)
     with pytest.raises(ConfigError, match=r"its tokenizer differs: token 300 is .* there and .* here"):

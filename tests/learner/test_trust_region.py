@@ -10,7 +10,7 @@ from learner_fakes import SAMPLING, Fake, batch_of, random_groups
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from arborl.config.algorithm_config import TrustRegionConfig
+from arborl.config.algorithm_config import AlgorithmArgs
 from arborl.config.run_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.core.learner import Learner
@@ -24,7 +24,7 @@ GROUPS = random_groups(0, groups=2, vocabulary=8)
 class Surrogate(Fake):
     """TRPO's loss."""
 
-    trust_region = TrustRegionConfig(max_kl=0.01, damping=0.1, cg_iterations=60, backtracks=10)
+    trust_region = AlgorithmArgs(max_kl=0.01, damping=0.1, cg_iterations=60, backtracks=10)
 
     def loss(self, outputs, terms):
         return -(outputs.logprob_M - terms.old_M).exp() * terms.advantage_M, {}

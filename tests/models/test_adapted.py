@@ -26,7 +26,7 @@ from arborl.config.run_config import LearnerConfig, LoraConfig
 from arborl.engines.local import LocalEngine
 from arborl.learner.core.learner import Learner
 from arborl.models.fused_linear import LoraProduct, make_product
-from arborl.models.lora import add_lora, dropout_on, lora_factors
+from arborl.models.lora import add_lora, dropout_on
 from arborl.models.model_loading import load_model, resolve
 from arborl.rollout.token_trees import build_token_trees
 from arborl.training_run import train
@@ -214,10 +214,6 @@ def test_gradients_are_taken_through_peft_as_before(tmp_path):
         torch.testing.assert_close(whole(x), whole(x))
     layer.o_proj(x).sum().backward()
     assert layer.o_proj.lora_A["default"].weight.grad is not None
-
-
-def test_a_layer_without_an_adapter_has_no_factors():
-    assert lora_factors(nn.Linear(2, 3)) is None
 
 
 def test_in_bfloat16_the_rollouts_logprobs_are_as_near_the_learners_as_those_of_pefts_modules():

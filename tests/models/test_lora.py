@@ -18,7 +18,6 @@ from arborl.config.run_config import LearnerConfig, LoraConfig
 from arborl.engines.local import LocalEngine
 from arborl.errors import ConfigError
 from arborl.learner.core.learner import Learner
-from arborl.models.fast_forward import fast_hidden_states, has_fast_forward
 from arborl.models.lora import adapter_copy, add_lora, dropout_on, export_merged, has_lora, load_4bit, with_adapter
 from arborl.models.model_loading import load_model, resolve
 from arborl.rollout.token_trees import build_token_trees
@@ -99,23 +98,6 @@ def test_only_adapters_are_trained_and_the_rest_stays_bit_for_bit(plain, adapted
     assert 0 < trained < 0.1 * plain.num_parameters()
 
 
-def test_fresh_adapters_change_nothing(plain):
-    model = copy.deepcopy(plain)
-    add_lora(model, LoraConfig(rank=4))
-    torch.testing.assert_close(logits(model, IDS), logits(plain, IDS))
-
-
-def test_the_lean_forward_goes_through_the_adapters(adapted, plain):
-    from arborl.models.attention import CausalAttention
-
-    assert has_fast_forward(adapted)
-    tokens, positions = IDS[0], torch.arange(IDS.shape[1])
-    with torch.no_grad():
-        new, old = (fast_hidden_states(model, tokens, positions, CausalAttention()) for model in (adapted, plain))
-    torch.testing.assert_close(adapted.lm_head(new)[None], logits(adapted, IDS), rtol=1e-4, atol=1e-4)
-    assert float((new - old).abs().max()) > 0.01
-
-
 def test_with_other_adapters_the_model_is_another_and_afterwards_itself(adapted):
     before, was = logits(adapted, IDS), adapter_copy(adapted)
     with torch.no_grad():
@@ -153,14 +135,6 @@ def test_the_reference_is_the_policy_as_the_run_began_and_costs_no_copy_of_the_m
     again = resumed.score_terms(made.trees, made.terms, needs)
     assert (again.reference == found.reference).all()
     assert (again.proximal == found.proximal).all()
-
-
-def test_looking_at_the_reference_first_leaves_the_quick_ways_open(adapted, caplog):
-    learner = Learner(adapted, LearnerConfig(attention="blocks"), Sampling(), AlgorithmNeeds(reference=True))
-    made = forest()
-    learner.score_terms(made.trees, made.terms, AlgorithmNeeds(reference=True))
-    learner.update(made.trees, made.terms, Simple())
-    assert "not used" not in caplog.text
 
 
 def test_the_engine_samples_from_the_adapted_model_and_sees_updates(adapted):

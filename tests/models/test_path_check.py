@@ -41,6 +41,7 @@ KINDS = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),
 }
+WEIGHTS = [pytest.param("random", marks=pytest.mark.slow), "outliers"]  # outliers are the harder case
 DTYPES = ("float32", "bfloat16", "float16")
 CONTEXT = 128
 
@@ -106,12 +107,9 @@ def on_cpu(check, dtype: str) -> bool:
     return check is not compiled_executor or dtype == "float32"
 
 
-# ------------------------------------------------------------------------------------------------ accepted
-
-
 @pytest.mark.parametrize("check", [short_pass, torch_executor, compiled_executor, updates])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("weights", ["random", "outliers"])
+@pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_right_paths_are_accepted(kind, weights, dtype, check):
     if on_cpu(check, dtype):
@@ -140,9 +138,6 @@ def smollm2(dtype: str, adapters: bool):
 def test_right_paths_are_accepted_for_smollm2(dtype, adapters, check):
     if on_cpu(check, dtype):
         assert check(smollm2(dtype, adapters)) is None
-
-
-# ------------------------------------------------------------------------------------------------ rejected
 
 
 def flipped_rotation(patch):
@@ -217,7 +212,7 @@ DEFECTS = (flipped_rotation, missing_norm, wrong_scale, swapped_heads, wrong_mas
 @pytest.mark.parametrize("defect", DEFECTS)
 @pytest.mark.parametrize("check", [short_pass, torch_executor])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("weights", ["random", "outliers"])
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_wrong_paths_are_rejected(weights, dtype, check, defect, monkeypatch):
     model = model_of("qwen2", dtype, weights)  # it has biases
     monkeypatch.setattr("arborl.engines.local.runner_selection.CausalAttention", Right)
@@ -283,7 +278,7 @@ class HalvedGradientAttend(DenseAttention):
 
 @pytest.mark.parametrize("wrong", [AheadAttend, ScaledAttend, SwappedAttend, HalvedGradientAttend])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("weights", ["random", "outliers"])
+@pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("layers", ["own", "library"])
 def test_wrong_attention_over_trees_is_rejected(layers, weights, dtype, wrong, monkeypatch):
     model = model_of("llama", dtype, weights)
@@ -310,9 +305,6 @@ def test_wrong_log_probabilities_are_rejected(wrong, monkeypatch):
     assert path_error(model, ExecutionPath("kernel", fused=True)) is None
     monkeypatch.setattr(path_selection, "fused_logprobs", bent)
     assert "log" in str(path_error(model, ExecutionPath("kernel", fused=True)))
-
-
-# ------------------------------------------------------------------------------------------------ reported
 
 
 def test_a_path_that_is_left_is_reported_once_and_counted(monkeypatch, caplog):

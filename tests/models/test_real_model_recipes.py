@@ -56,9 +56,6 @@ def with_few_demonstrations(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"demonstrations": shown.model_copy(update={"rows": rows, "steps": 1, "batch": 2})})
 
 
-# ------------------------------------------------------------------------------------------------ demonstrations
-
-
 def sums(count: int) -> list[str]:
     chance = random.Random(0)
     made = []

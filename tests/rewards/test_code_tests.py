@@ -68,13 +68,11 @@ def test_only_so_many_cases_are_run():
 @pytest.mark.parametrize(
     ("text", "code"),
     [
-        ("```python\na\n```\nbetter:\n```py\nb\n```", "b"),
-        ("<code>\na\n</code>", "a"),
-        ("<code>a</code><answer>b</answer>", "b"),
-        ("x = 1", "x = 1"),
+        ("```python\na\n```\nbetter:\n```py\nb\n```", "b"), ("<code>\na\n</code>", "a"),
+        ("<code>a</code><answer>b</answer>", "b"), ("x = 1", "x = 1"),
         ("```python\nnot closed", "```python\nnot closed"),
     ],
-)
+)  # fmt: skip
 def test_where_the_code_is(text, code):
     assert final_code(text) == code
 

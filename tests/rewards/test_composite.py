@@ -265,7 +265,7 @@ def test_a_run_learns_from_the_whole_and_shows_the_parts(tmp_path):
     small = {
         "env": "conversation", "steps": 1, "engine": "scripted", "rollout.tasks_per_step": 1, "rollout.group_size": 2,
         "evaluation.tasks": 0, "track.tensorboard": False, "track.gifs": 0, "threads": 1,
-        "engine.replies": ["I am sorry. Which number is it?", "It will arrive on Thursday."],
+        "engine.args.replies": ["I am sorry. Which number is it?", "It will arrive on Thursday."],
     }  # fmt: skip
     inner = [{"name": "helpfulness", "weight": 0.7}, {"name": "similarity_aware", "weight": 0.3}]
     given = ["customer_service", {"name": "safety", "weight": 0.3}, {"name": "composite", "args": {"rewards": inner}}]

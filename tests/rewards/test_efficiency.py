@@ -27,15 +27,10 @@ def scored(one, episodes, weight=1.0):
 @pytest.mark.parametrize(
     ("calls", "fewest", "value"),
     [
-        (0, 0, 1.0),
-        (1, 0, math.cos(math.pi / 3)),
-        (5, 0, math.cos(5 * math.pi / 11)),
-        (2, 2, 1.0),
-        (6, 2, math.sin(0.75 * math.pi)),
-        (1, 3, math.sin(0.25 * math.pi)),
-        (0, 3, 0.0),
+        (0, 0, 1.0), (1, 0, math.cos(math.pi / 3)), (5, 0, math.cos(5 * math.pi / 11)), (2, 2, 1.0),
+        (6, 2, math.sin(0.75 * math.pi)), (1, 3, math.sin(0.25 * math.pi)), (0, 3, 0.0),
     ],
-)
+)  # fmt: skip
 def test_the_formula_at_points_worked_out_by_hand(calls, fewest, value):
     assert efficiency(calls, fewest) == pytest.approx(value, abs=1e-12)
 
@@ -98,18 +93,12 @@ def test_the_base_is_found_by_name_with_its_arguments():
 @pytest.mark.parametrize(
     ("text", "metrics", "value"),
     [
-        ("<answer>42</answer>", {}, 1.0),
-        ("Thinking. <answer> 42 </answer>", {}, 1.0),
-        ("<answer></answer>", {}, 0.0),
-        ("<answer>1</answer><answer>2</answer>", {}, 0.0),
-        ("<answer>42", {}, 0.0),
-        ("</answer>42<answer>", {}, 0.0),
-        ("42", {}, 0.0),
-        ("<answer>42</answer>", {"malformed": 1}, 0.0),
-        ("<answer>42</answer>", {"unknown_tool": 1}, 0.0),
-        ("<answer>42</answer>", {"exception": 1}, 1.0),
+        ("<answer>42</answer>", {}, 1.0), ("Thinking. <answer> 42 </answer>", {}, 1.0), ("<answer></answer>", {}, 0.0),
+        ("<answer>1</answer><answer>2</answer>", {}, 0.0), ("<answer>42", {}, 0.0), ("</answer>42<answer>", {}, 0.0),
+        ("42", {}, 0.0), ("<answer>42</answer>", {"malformed": 1}, 0.0),
+        ("<answer>42</answer>", {"unknown_tool": 1}, 0.0), ("<answer>42</answer>", {"exception": 1}, 1.0),
     ],
-)
+)  # fmt: skip
 def test_the_form_is_an_answer_and_no_broken_call(text, metrics, value):
     assert asyncio.run(Format()(episode(text, **metrics))) == value
 

@@ -150,7 +150,7 @@ def test_a_run_learns_from_it(folder, tmp_path):
     done = arborl.run(
         data=rows, rewards=[{"name": "reward_model", "args": {"path": str(folder), "device": "cpu"}}], steps=1,
         engine="scripted", output_dir=tmp_path / "run",
-        **{"engine.replies": ["Yes.", "No, never."], "rollout.tasks_per_step": 2, "rollout.group_size": 3,
+        **{"engine.args.replies": ["Yes.", "No, never."], "rollout.tasks_per_step": 2, "rollout.group_size": 3,
            "evaluation.tasks": 0, "track.tensorboard": False, "track.gifs": 0},
     )  # fmt: skip
     store = EpisodeStore(done.folder / "episodes")

@@ -23,19 +23,15 @@ def score(reward, one: Episode) -> float:
 @pytest.mark.parametrize(
     ("source", "truth", "output", "worth"),
     [
-        ("openai/gsm8k", "72", "so 72\n#### 72", 1.0),
-        ("openai/gsm8k", "1200", "#### 1,200", 1.0),
-        ("openai/gsm8k", "72", "the answer is 72", 0.0),  # their rule wants the form too
-        ("openai/gsm8k", "72", "#### 73", 0.0),
-        ("lighteval/MATH", "\\frac{1}{2}", "so \\boxed{1/2}", 1.0),
-        ("lighteval/MATH", "3", "it is 3", 0.0),
-        ("math_dapo", "12", "Answer: 12", 1.0),
-        ("aime2024", "12", "Answer: 13", -1.0),
+        ("openai/gsm8k", "72", "so 72\n#### 72", 1.0), ("openai/gsm8k", "1200", "#### 1,200", 1.0),
+        ("openai/gsm8k", "72", "the answer is 72", 0.0), ("openai/gsm8k", "72", "#### 73", 0.0),
+        ("lighteval/MATH", "\\frac{1}{2}", "so \\boxed{1/2}", 1.0), ("lighteval/MATH", "3", "it is 3", 0.0),
+        ("math_dapo", "12", "Answer: 12", 1.0), ("aime2024", "12", "Answer: 13", -1.0),
         ("numina_olympiads", "5", "the answer is 5", 1.0),
         ("searchR1_nq", {"target": ["the Nile", "Nile"]}, "<answer>Nile</answer>", 1.0),
         ("searchR1_nq", {"target": ["Nile"]}, "Nile", 0.0),
     ],
-)
+)  # fmt: skip
 def test_the_source_of_a_row_decides_what_its_answer_is_worth(source, truth, output, worth):
     assert score(DataSource(), episode(output, source, truth)) == worth
 

@@ -77,21 +77,6 @@ def test_so_many_wait_at_the_same_time(count):
     assert [one.reward for one in score(group(count), ("judge", judge, 1.0))] == [1.0] * count
 
 
-def test_plain_rewards_of_one_episode_wait_at_the_same_time():
-    meeting = threading.Barrier(2, timeout=LONG)
-
-    def first(episode):
-        meeting.wait()
-        return 1.0
-
-    def second(episode):
-        meeting.wait()
-        return 2.0
-
-    (one,) = score(group(1), ("first", first, 1.0), ("second", second, 1.0))
-    assert one.rewards == {"first": 1.0, "second": 2.0}
-
-
 def test_those_that_compute_run_few_at_a_time_so_that_none_uses_up_the_time_of_others():
     running, most, lock = 0, 0, threading.Lock()
 

@@ -76,20 +76,17 @@ def test_auto_lets_more_in_while_there_is_room_and_fewer_where_requests_wait(mon
     assert crowd.limit < 16
 
 
-def test_who_is_cancelled_in_line_or_on_the_way_in_takes_no_slot():
-    async def gone():
-        slots = ConcurrencyLimit(1, lambda: False)
-        async with slots:
-            waits = [asyncio.ensure_future(slots.__aenter__()) for _ in range(3)]
-            await asyncio.sleep(0)
-            waits[0].cancel()
-            await asyncio.sleep(0)
-        waits[1].cancel()  # it was let in a moment ago
+async def test_who_is_cancelled_in_line_or_on_the_way_in_takes_no_slot():
+    slots = ConcurrencyLimit(1, lambda: False)
+    async with slots:
+        waits = [asyncio.ensure_future(slots.__aenter__()) for _ in range(3)]
         await asyncio.sleep(0)
-        await asyncio.wait_for(waits[2], 20)
-        assert slots.num_running == 1
-
-    asyncio.run(gone())
+        waits[0].cancel()
+        await asyncio.sleep(0)
+    waits[1].cancel()  # it was let in a moment ago
+    await asyncio.sleep(0)
+    await asyncio.wait_for(waits[2], 20)
+    assert slots.num_running == 1
 
 
 def test_concurrency_is_a_number_or_auto():

@@ -69,7 +69,7 @@ def test_taking_too_long_belongs_to_it_too():
         asyncio.run(call_with_deadline("x", 0.05, asyncio.sleep, 5))
 
 
-def test_a_cancelled_call_is_reported_and_may_clean_up():
+async def test_a_cancelled_call_is_reported_and_may_clean_up():
     reported = []
 
     async def patient():
@@ -79,30 +79,24 @@ def test_a_cancelled_call_is_reported_and_may_clean_up():
             await asyncio.sleep(0)
             reported.append("cleaned up")
 
-    async def main():
-        job = asyncio.ensure_future(call_with_deadline("x", 5.0, patient))
-        await asyncio.sleep(0.01)
-        job.cancel()
-        with pytest.raises(asyncio.CancelledError) as caught:
-            await job
-        assert caught.value.__notes__ == ["x"]
-
-    asyncio.run(main())
+    job = asyncio.ensure_future(call_with_deadline("x", 5.0, patient))
+    await asyncio.sleep(0.01)
+    job.cancel()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await job
+    assert caught.value.__notes__ == ["x"]
     assert reported == ["cleaned up"]
 
 
-def test_a_call_may_use_what_belongs_to_a_task():
+async def test_a_call_may_use_what_belongs_to_a_task():
     async def nested():
         async with asyncio.timeout(40), asyncio.TaskGroup() as group:
             jobs = [group.create_task(late(i)) for i in range(3)]
         return [job.result() for job in jobs], asyncio.current_task()
 
-    async def main():
-        values, task = await call_with_deadline("x", 40.0, nested)
-        assert values == [0, 1, 2]
-        assert task is asyncio.current_task()
-
-    asyncio.run(main())
+    values, task = await call_with_deadline("x", 40.0, nested)
+    assert values == [0, 1, 2]
+    assert task is asyncio.current_task()
 
 
 async def sleeps(seconds):

@@ -11,18 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.agents.chat_agents import ChatAgent
 from arborl.algorithms import make_algorithm
 from arborl.config.algorithm_config import AlgorithmConfig
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.rollout.groups import DEFAULT_OPTIONS, GroupCollector, GroupOptions, split_spares
-from arborl.rollout.recorder import EpisodeLimits
-from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.rollout.token_trees import build_token_trees
 from arborl.seeds import derive
-from arborl.types import Episode, Failure, Group, Message, Sampling, Task
+from arborl.types import Episode, Failure, Group, Message, Task
 
 
 def member(name: str) -> int:
@@ -81,7 +78,7 @@ def test_without_redundancy_everybody_is_waited_for():
     assert not +counts
 
 
-def test_a_defect_ends_the_batch_and_leaves_no_one_playing():
+async def test_a_defect_ends_the_batch_and_leaves_no_one_playing():
     ended = []
 
     async def one(task, seed, name, begin):
@@ -92,13 +89,10 @@ def test_a_defect_ends_the_batch_and_leaves_no_one_playing():
         finally:
             ended.append(name)
 
-    async def batch():
-        with pytest.raises(ExceptionGroup) as caught:
-            await GroupCollector(one, DEFAULT_OPTIONS, Counter()).collect([Task("a"), Task("b")], 0, 3)
-        await asyncio.sleep(0.05)
-        assert caught.group_contains(AssertionError, match="a defect")
-
-    asyncio.run(batch())
+    with pytest.raises(ExceptionGroup) as caught:
+        await GroupCollector(one, DEFAULT_OPTIONS, Counter()).collect([Task("a"), Task("b")], 0, 3)
+    await asyncio.sleep(0.05)
+    assert caught.group_contains(AssertionError, match="a defect")
     assert len(ended) == 6
 
 
@@ -182,16 +176,9 @@ class Uneven(Env):
         return Step(Observation((), "end"), reward=float(self.draw), terminated=True)
 
 
-def rollout(renderer, env, **more) -> Rollout:
-    replies = [[*renderer.tokenizer.encode(text), renderer.stop[0]] for text in ("yes", "no", "maybe so")]
-    cast = EpisodeFactories(agent=lambda task: ChatAgent(), env=lambda task: env())
-    return Rollout(ScriptedEngine(replies), renderer, cast, Sampling(8), EpisodeLimits(), 64, **more)
-
-
-def test_statistics_are_over_the_members_that_count_one_vote_each(seedling):
+def test_statistics_are_over_the_members_that_count_one_vote_each(make_rollout):
     """Law 4: advantages of a redundant group are those of its finishers alone, computed here by hand."""
-    _, renderer = seedling
-    run = rollout(renderer, Uneven, training=GroupOptions(redundancy=6))
+    run = make_rollout(lambda task: Uneven(), training=GroupOptions(redundancy=6))
     groups = asyncio.run(run.train([Task(f"t{i}") for i in range(4)], seed=1, group_size=4, count=4))
     assert run.metrics()["rollout/cancelled"] == 4 * 6
     for group in groups:
@@ -210,18 +197,16 @@ def test_statistics_are_over_the_members_that_count_one_vote_each(seedling):
     assert terms.token.tolist() == sampled  # of cancelled members nothing is trained
 
 
-def test_evaluation_waits_for_everybody_whatever_training_does(seedling):
-    _, renderer = seedling
-    run = rollout(renderer, FrozenLake, training=GroupOptions(redundancy=3, keep=lambda group: False))
+def test_evaluation_waits_for_everybody_whatever_training_does(make_rollout):
+    run = make_rollout(lambda task: FrozenLake(), training=GroupOptions(redundancy=3, keep=lambda group: False))
     tasks = [Task(f"t{i}", seed=i, fields={"split": "held_out"}) for i in range(5)]
     groups = asyncio.run(run.collect(tasks, seed=0, group_size=2))
     assert [len(group.episodes) for group in groups] == [2] * 5
     assert run.metrics()["rollout/cancelled"] == 0.0
 
 
-def test_members_share_their_task_and_its_seed_and_have_seeds_of_their_own_from_the_runs_tree(seedling):
-    _, renderer = seedling
-    run = rollout(renderer, FrozenLake)
+def test_members_share_their_task_and_its_seed_and_have_seeds_of_their_own_from_the_runs_tree(make_rollout):
+    run = make_rollout(lambda task: FrozenLake())
     tasks = [Task(f"t{i}", seed=100 + i, fields={"split": "train"}) for i in range(3)]
     groups = asyncio.run(run.collect(tasks, seed=7, group_size=4))
     for place, group in enumerate(groups):
@@ -230,9 +215,7 @@ def test_members_share_their_task_and_its_seed_and_have_seeds_of_their_own_from_
         assert [e.seed for e in group.episodes] == [derive(7, "task", place, "episode", n) for n in range(4)]
 
 
-def test_new_episodes_wait_while_the_engine_is_crowded(seedling):
-    _, renderer = seedling
-
+def test_new_episodes_wait_while_the_engine_is_crowded(make_rollout):
     class Full(ScriptedEngine):
         playing = most = 0
 
@@ -247,7 +230,7 @@ def test_new_episodes_wait_while_the_engine_is_crowded(seedling):
             self.playing -= 1
             return await super().generate(prompt, sampling, session=session)
 
-    run = rollout(renderer, FrozenLake)
+    run = make_rollout(lambda task: FrozenLake())
     run.engine = Full(run.engine.replies)
     tasks = [Task(f"t{i}", seed=i, fields={"split": "train"}) for i in range(10)]
     groups = asyncio.run(run.collect(tasks, seed=0, group_size=2))

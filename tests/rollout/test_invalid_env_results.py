@@ -7,13 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from arborl.agents.chat_agents import ChatAgent
-from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
-from arborl.rollout.env_workers import Workers
-from arborl.rollout.recorder import EpisodeLimits
-from arborl.rollout.runner import EpisodeFactories, Rollout
-from arborl.types import Message, Sampling, Task
+from arborl.types import Message, Task
 
 HELLO = Observation((Message("user", "hello"),))
 
@@ -62,24 +57,16 @@ def step(**fields):
         ({"metrics": [1.0]}, "metrics=[1.0] (list)"),
     ],
 )
-def test_the_field_is_named(seedling, answers, words, workers):
-    _, renderer = seedling
-    engine = ScriptedEngine([[*renderer.tokenizer.encode("yes"), renderer.stop[0]]])
-    cast = EpisodeFactories(lambda task: ChatAgent(), lambda task: Answers(**answers))
-    run = Rollout(engine, renderer, cast, Sampling(8), EpisodeLimits(), 4, Workers(workers))
+def test_the_field_is_named(make_rollout, answers, words, workers):
+    run = make_rollout(lambda task: Answers(**answers), workers=workers)
     ((episode,),) = [group.episodes for group in asyncio.run(run.collect([Task("t", env="mine")], 0, 1))]
     assert episode.failure.where == "environment 'mine'"
     assert words in episode.failure.message
 
 
-def test_numbers_and_flags_may_be_numpys(seedling):
-    _, renderer = seedling
-    engine = ScriptedEngine([[*renderer.tokenizer.encode("yes"), renderer.stop[0]]])
+def test_numbers_and_flags_may_be_numpys(make_rollout):
     given = Step(HELLO, np.float32(0.5), terminated=np.True_, truncated=np.False_, info={"valid": np.bool_(True)})
-    cast = EpisodeFactories(
-        lambda task: ChatAgent(), lambda task: Answers(step=given, metrics={"success": np.int64(1)})
-    )
-    run = Rollout(engine, renderer, cast, Sampling(8), EpisodeLimits(), 4, Workers("none"))
+    run = make_rollout(lambda task: Answers(step=given, metrics={"success": np.int64(1)}), workers="none")
     ((episode,),) = [group.episodes for group in asyncio.run(run.collect([Task("t", env="mine")], 0, 1))]
     assert episode.failure is None
     assert (episode.turns[0].reward, episode.metrics["success"]) == (0.5, 1.0)

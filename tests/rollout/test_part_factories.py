@@ -101,31 +101,24 @@ def test_tasks_may_name_other_environments_and_agents():
             made.env(Task("c", env="nowhere"))
 
 
-def test_rewards_that_do_not_block_are_computed_without_a_task_each():
+async def test_rewards_that_do_not_block_are_computed_without_a_task_each():
     tasks = []
-
-    async def score():
-        loop = asyncio.get_running_loop()
-        long = reward(name="long", blocking=False)(lambda episode: float(episode.sampled))
-        rewards = Rewards([("long", long, 1.0)], seconds=1.0)
-        groups = [Group(Task("task"), [Episode(f"{n}", Task("task")) for n in range(8)])]
-        create = loop.create_task
-        loop.create_task = lambda *args, **more: tasks.append(args) or create(*args, **more)
-        await rewards.score(groups)
-        return [episode.rewards for episode in groups[0].episodes]
-
-    assert asyncio.run(score()) == [{"long": 0.0}] * 8
+    loop = asyncio.get_running_loop()
+    long = reward(name="long", blocking=False)(lambda episode: float(episode.sampled))
+    rewards = Rewards([("long", long, 1.0)], seconds=1.0)
+    groups = [Group(Task("task"), [Episode(f"{n}", Task("task")) for n in range(8)])]
+    create = loop.create_task
+    loop.create_task = lambda *args, **more: tasks.append(args) or create(*args, **more)
+    await rewards.score(groups)
+    assert [episode.rewards for episode in groups[0].episodes] == [{"long": 0.0}] * 8
     assert len(tasks) < 8
 
 
-def test_a_plain_function_may_return_something_to_await():
+async def test_a_plain_function_may_return_something_to_await():
     async def later(episode):
         return 2.0
 
-    async def score():
-        rewards = Rewards([("later", lambda episode: later(episode), 0.5)], seconds=1.0)
-        group = Group(Task("task"), [Episode("0", Task("task"))])
-        await rewards.score([group])
-        return group.episodes[0].rewards
-
-    assert asyncio.run(score()) == {"later": 1.0}
+    rewards = Rewards([("later", lambda episode: later(episode), 0.5)], seconds=1.0)
+    group = Group(Task("task"), [Episode("0", Task("task"))])
+    await rewards.score([group])
+    assert group.episodes[0].rewards == {"later": 1.0}

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from safetensors.numpy import load_file
+from small_runs import weights
 
 import arborl
 from arborl.errors import ConfigError
@@ -29,11 +29,6 @@ SMALL = {
     "threads": 1,
     "model.device": "cpu",
 }
-
-
-def weights(folder: Path) -> dict:
-    (file,) = (folder / "checkpoints").glob("step-000002/model/*.safetensors")
-    return load_file(file)
 
 
 def episodes(folder: Path) -> list[dict]:

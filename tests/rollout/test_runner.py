@@ -7,13 +7,11 @@ import logging
 
 import pytest
 
-from arborl.agents.chat_agents import ChatAgent
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.games.frozen_lake import FrozenLake
-from arborl.rollout.recorder import EpisodeLimits
-from arborl.rollout.runner import EpisodeFactories, Rollout
-from arborl.types import Message, Sampling, StopReason, Task
+from arborl.rollout.runner import EpisodeFactories
+from arborl.types import Message, StopReason, Task
 
 HELLO = Observation((Message("user", "hello"),))
 
@@ -48,13 +46,6 @@ class Moody(Env):
         return Step(HELLO, reward=1.0, terminated=True)
 
 
-def rollout(renderer, env, replies=("yes",), **limits) -> Rollout:
-    replies = [[*renderer.tokenizer.encode(text), renderer.stop[0]] for text in replies]
-    limits = {"step_seconds": 0.2, "episode_seconds": 5.0} | limits
-    cast = EpisodeFactories(agent=lambda task: ChatAgent(), env=env)
-    return Rollout(ScriptedEngine(replies), renderer, cast, Sampling(8), EpisodeLimits(**limits), concurrency=8)
-
-
 @pytest.mark.parametrize(
     ("trouble", "kind", "words"),
     [
@@ -66,10 +57,9 @@ def rollout(renderer, env, replies=("yes",), **limits) -> Rollout:
         ("number as text", "ValueError", "whose content is"),
     ],
 )
-def test_a_bad_environment_costs_one_episode_and_is_named(seedling, caplog, trouble, kind, words):
-    _, renderer = seedling
+def test_a_bad_environment_costs_one_episode_and_is_named(make_rollout, caplog, trouble, kind, words):
     played: list[str] = []
-    run = rollout(renderer, lambda task: Moody(played))
+    run = make_rollout(lambda task: Moody(played), step_seconds=0.2)
     with caplog.at_level(logging.WARNING):
         (group,) = asyncio.run(run.collect([Task(trouble, env="moody")], seed=0, group_size=4))
     assert [episode.failure is None for episode in group.episodes] == [False, True, True, True]
@@ -82,49 +72,45 @@ def test_a_bad_environment_costs_one_episode_and_is_named(seedling, caplog, trou
     assert [episode.turns[0].reward for episode in group.valid_episodes] == [1.0, 1.0, 1.0]
 
 
-def test_an_episode_past_its_deadline_says_where_the_time_went(seedling):
-    _, renderer = seedling
-    run = rollout(renderer, lambda task: Moody([]), step_seconds=60.0, episode_seconds=0.2)
+def test_an_episode_past_its_deadline_says_where_the_time_went(make_rollout):
+    run = make_rollout(lambda task: Moody([]), step_seconds=60.0, episode_seconds=0.2)
     (group,) = asyncio.run(run.collect([Task("hangs", env="moody")], seed=0, group_size=1))
     assert group.episodes[0].failure.where == "environment 'moody'"
     assert "episode took longer than 0.2 s" in group.episodes[0].failure.message
     assert group.episodes[0].stop is StopReason.TIMEOUT
 
 
-def test_an_agent_that_raises_is_named_as_agent(seedling):
+def test_an_agent_that_raises_is_named_as_agent(make_rollout):
     class Broken:
         async def run(self, task, env, model):
             await env.reset(task, 0)
             raise KeyError("lost")
 
-    _, renderer = seedling
-    run = rollout(renderer, lambda task: FrozenLake())
+    run = make_rollout(lambda task: FrozenLake())
     run.factories = EpisodeFactories(lambda task: Broken(), lambda task: FrozenLake())
     (group,) = asyncio.run(run.collect([Task("t", agent="broken")], seed=0, group_size=1))
     assert group.episodes[0].failure.where == "agent broken"
 
 
-def test_an_engine_that_refuses_is_named_as_engine(seedling):
+def test_an_engine_that_refuses_is_named_as_engine(make_rollout):
     class Refuses(ScriptedEngine):
         async def generate(self, prompt, sampling, *, session):
             raise OSError("no power")
 
-    _, renderer = seedling
-    run = rollout(renderer, lambda task: FrozenLake())
+    run = make_rollout(lambda task: FrozenLake())
     run.engine = Refuses([[1]])
     (group,) = asyncio.run(run.collect([Task("t")], seed=0, group_size=1))
     assert group.episodes[0].failure.where == "engine"
 
 
-def test_limits_end_an_episode_without_failing_it(seedling):
-    _, renderer = seedling
+def test_limits_end_an_episode_without_failing_it(make_rollout):
     walk = ("<answer>Up</answer>",)
     for limits, stop in (
         ({"max_turns": 2}, StopReason.MAX_TURNS),
         ({"max_context": 130}, StopReason.CONTEXT_FULL),
         ({}, StopReason.TRUNCATED),
     ):
-        run = rollout(renderer, lambda task: FrozenLake(frozen=1.0, size=8), walk, **limits)
+        run = make_rollout(lambda task: FrozenLake(frozen=1.0, size=8), walk, **limits)
         (group,) = asyncio.run(run.collect([Task("t", seed=3)], seed=0, group_size=1))
         episode = group.episodes[0]
         assert episode.failure is None
@@ -132,10 +118,9 @@ def test_limits_end_an_episode_without_failing_it(seedling):
         assert episode.stop is stop
 
 
-def test_members_of_a_group_begin_alike_and_sample_differently(seedling):
-    _, renderer = seedling
+def test_members_of_a_group_begin_alike_and_sample_differently(make_rollout):
     moves = ("<answer>Left</answer>", "<answer>Right</answer>", "<answer>Up</answer>", "<answer>Down</answer>")
-    run = rollout(renderer, lambda task: FrozenLake(), moves)
+    run = make_rollout(lambda task: FrozenLake(), moves)
     groups = asyncio.run(run.collect([Task("a", seed=1), Task("b", seed=2)], seed=0, group_size=6))
     for group in groups:
         assert len({episode.opening for episode in group.episodes}) == 1

@@ -34,7 +34,8 @@ from arborl.tools.core import background_threads
 from arborl.types import Message, Sampling, StopReason, Task
 
 
-def rollout(renderer, env, workers="auto", per_process=0, concurrency=64, **limits) -> Rollout:
+def rollout(seedling, env, workers="auto", per_process=0, concurrency=64, **limits) -> Rollout:
+    renderer = seedling[1]
     replies = [[*renderer.tokenizer.encode(text), renderer.stop[0]] for text in ("yes", "no", "<answer>Up</answer>")]
     cast = EpisodeFactories(agent=lambda task: ChatAgent(), env=lambda task: env())
     limits = {"step_seconds": 20.0, "episode_seconds": 60.0} | limits
@@ -81,8 +82,7 @@ def test_the_word_of_a_class_does_not_hold_for_calls_that_a_subclass_overrides()
 
 @pytest.mark.parametrize("world", [Sync, Declared, Secretive])
 def test_a_step_that_sleeps_holds_no_one_up(seedling, world):
-    _, renderer = seedling
-    run = rollout(renderer, world)
+    run = rollout(seedling, world)
     began = time.perf_counter()
     episodes = play(run, *["sleep:2"] * 10)
     assert time.perf_counter() - began < 10  # one after the other they would take 20 s
@@ -90,8 +90,7 @@ def test_a_step_that_sleeps_holds_no_one_up(seedling, world):
 
 
 def test_an_environment_is_called_in_one_thread_from_beginning_to_end_which_is_not_the_event_loops(seedling):
-    _, renderer = seedling
-    for episode in play(rollout(renderer, Sync), *"abcdef"):
+    for episode in play(rollout(seedling, Sync), *"abcdef"):
         assert episode.metrics["threads"] == 1.0
     here = threading.get_ident()
     seen = []
@@ -100,16 +99,14 @@ def test_an_environment_is_called_in_one_thread_from_beginning_to_end_which_is_n
         def close(self):
             seen.append(threading.get_ident())
 
-    play(rollout(renderer, Telling), "a")
+    play(rollout(seedling, Telling), "a")
     assert seen
     assert here not in seen
 
 
-@pytest.mark.parametrize("world", [Sync, Secretive])
-@pytest.mark.parametrize("workers", ["thread", "process"])
+@pytest.mark.parametrize(("workers", "world"), [("thread", Sync), ("thread", Secretive), ("process", Secretive)])
 def test_a_hung_step_costs_its_episode_alone_and_is_counted(seedling, workers, world):
-    _, renderer = seedling
-    run = rollout(renderer, world, workers, step_seconds=1.0)
+    run = rollout(seedling, world, workers, step_seconds=1.0)
     began = time.perf_counter()
     groups = asyncio.run(run.collect([Task(n, env="world") for n in ("a", "sleep:90", "b", "c")], 0, 2))
     took = time.perf_counter() - began
@@ -133,14 +130,13 @@ def test_a_hung_step_costs_its_episode_alone_and_is_counted(seedling, workers, w
 
 
 def test_a_thread_that_comes_back_after_all_closes_its_environment_and_ends(seedling):
-    _, renderer = seedling
     closed = []
 
     class Late(Sync):
         def close(self):
             closed.append(self.turns)
 
-    run = rollout(renderer, Late, step_seconds=0.2)
+    run = rollout(seedling, Late, step_seconds=0.2)
     play(run, "sleep:0.6")
     assert closed == []
     deadline = time.monotonic() + 40
@@ -151,8 +147,7 @@ def test_a_thread_that_comes_back_after_all_closes_its_environment_and_ends(seed
 
 
 def test_the_episodes_deadline_holds_for_blocking_code_too(seedling):
-    _, renderer = seedling
-    (episode,) = play(rollout(renderer, Sync, step_seconds=20.0, episode_seconds=0.3), "sleep:2")
+    (episode,) = play(rollout(seedling, Sync, step_seconds=20.0, episode_seconds=0.3), "sleep:2")
     assert episode.stop is StopReason.TIMEOUT
     assert episode.failure.where == "environment 'world'"
     assert "episode took longer than 0.3 s" in episode.failure.message
@@ -160,16 +155,14 @@ def test_the_episodes_deadline_holds_for_blocking_code_too(seedling):
 
 @pytest.mark.parametrize("workers", ["auto", "thread", "process", "none"])
 def test_what_an_environment_raises_is_reported_by_its_own_name(seedling, workers):
-    _, renderer = seedling
-    bad, good = play(rollout(renderer, Sync, workers), "raise", "a")
+    bad, good = play(rollout(seedling, Sync, workers), "raise", "a")
     assert (bad.failure.kind, bad.failure.message) == ("ZeroDivisionError", "the ice broke")
     assert "trouble" in bad.failure.traceback
     assert good.failure is None
 
 
 def test_a_crash_costs_the_one_that_crashed_and_its_neighbours_go_on_elsewhere(seedling):
-    _, renderer = seedling
-    run = rollout(renderer, Sync, "process", per_process=8)
+    run = rollout(seedling, Sync, "process", per_process=8)
     *good, bad = play(run, "sleep:0.3", "sleep:0.3", "a", "exit")
     assert bad.failure.where == "environment 'world'"
     assert "exit code 7" in bad.failure.message
@@ -180,8 +173,7 @@ def test_a_crash_costs_the_one_that_crashed_and_its_neighbours_go_on_elsewhere(s
 
 def test_a_killed_process_costs_its_neighbours_nothing(seedling):
     """Both live in one process; the neighbour is brought to where it was in another one."""
-    _, renderer = seedling
-    run = rollout(renderer, lambda: Sync(length=40), "process", per_process=8, step_seconds=1.0, max_turns=64)
+    run = rollout(seedling, lambda: Sync(length=40), "process", per_process=8, step_seconds=1.0, max_turns=64)
 
     class Slowly(ChatAgent):
         async def run(self, task, env, model):
@@ -200,10 +192,9 @@ def test_a_killed_process_costs_its_neighbours_nothing(seedling):
 
 @pytest.mark.parametrize("workers", ["auto", "thread", "process", "none"])
 def test_where_environments_run_changes_no_episode(seedling, workers):
-    _, renderer = seedling
 
     def episodes(where: str) -> list[dict]:
-        run = rollout(renderer, lambda: FrozenLake(slippery=True, size=6), where, concurrency=5)
+        run = rollout(seedling, lambda: FrozenLake(slippery=True, size=6), where, concurrency=5)
         tasks = [Task(f"t{i}", env="frozen_lake", seed=i, fields={"split": "train"}) for i in range(3)]
         groups = asyncio.run(run.collect(tasks, seed=5, group_size=3))
         run.close()
@@ -215,7 +206,7 @@ def test_where_environments_run_changes_no_episode(seedling, workers):
     assert episodes(workers) == episodes("none")
 
 
-def test_an_agent_may_ask_a_remote_environment_everything_it_may_ask_a_near_one():
+async def test_an_agent_may_ask_a_remote_environment_everything_it_may_ask_a_near_one():
     async def look(env) -> list:
         await env.reset(Task("t", seed=3, fields={"split": "train"}), 0)
         chance = np.random.default_rng(0)
@@ -228,14 +219,11 @@ def test_an_agent_may_ask_a_remote_environment_everything_it_may_ask_a_near_one(
         await env.close()
         return [drawn, chance.integers(1000), step, reported, back, env.metrics()]
 
-    async def both() -> tuple[list, list]:
-        pool = ProcessPool()
-        remote = ProcessEnv(Countdown(), pool, "countdown", 20.0)
-        found = await look(remote)
-        pool.close()
-        return await look(Countdown()), found
-
-    near, far = asyncio.run(both())
+    pool = ProcessPool()
+    remote = ProcessEnv(Countdown(), pool, "countdown", 20.0)
+    found = await look(remote)
+    pool.close()
+    near, far = await look(Countdown()), found
     assert near == far
 
 
@@ -255,12 +243,11 @@ def test_what_the_sandbox_is_allowed_here_it_is_allowed_in_the_processes_too():
 
 
 def test_an_environment_that_cannot_be_sent_says_what_to_write_instead(seedling):
-    _, renderer = seedling
 
     class Local(Sync):
         pass
 
-    (episode,) = play(rollout(renderer, Local, "process"), "a")
+    (episode,) = play(rollout(seedling, Local, "process"), "a")
     assert "cannot be sent to a process" in episode.failure.message
     assert "rollout.workers=thread" in episode.failure.message
 
@@ -268,8 +255,7 @@ def test_an_environment_that_cannot_be_sent_says_what_to_write_instead(seedling)
 @pytest.mark.parametrize("workers", ["auto", "thread", "process", "none"])
 def test_a_step_that_takes_too_long_has_failed_wherever_it_runs(seedling, workers):
     """So that a success measured in the loop can be compared with one measured in threads."""
-    _, renderer = seedling
-    late, good = play(rollout(renderer, Secretive, workers, step_seconds=1.0), "sleep:1.4", "a")
+    late, good = play(rollout(seedling, Secretive, workers, step_seconds=1.0), "sleep:1.4", "a")
     assert late.stop is StopReason.TIMEOUT
     assert late.failure.where == "environment 'world'"
     assert "took longer than 1 s" in late.failure.message
@@ -280,9 +266,8 @@ def test_who_holds_the_event_loop_is_named_while_they_do(seedling, caplog, monke
     monkeypatch.setattr(deadlines, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(deadlines, "BLOCKED_SECONDS", 0.2)
     monkeypatch.setattr(deadlines.EventLoopWatchdog, "reported", set())
-    _, renderer = seedling
     began = time.time()
-    play(rollout(renderer, Promising, concurrency=1), "sleep:3", "sleep:0.5")
+    play(rollout(seedling, Promising, concurrency=1), "sleep:3", "sleep:0.5")
     (reported,) = [record for record in caplog.records if "blocked the event loop" in record.getMessage()]
     assert "environment 'world'" in reported.getMessage()
     assert "rollout_worlds.py, line " in reported.getMessage()
@@ -296,8 +281,7 @@ def test_an_agent_that_holds_the_event_loop_is_named_too_and_an_engine_that_comp
     monkeypatch.setattr(deadlines, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(deadlines, "BLOCKED_SECONDS", 0.1)
     monkeypatch.setattr(deadlines.EventLoopWatchdog, "reported", set())
-    _, renderer = seedling
-    run = rollout(renderer, FrozenLake, max_turns=2)
+    run = rollout(seedling, FrozenLake, max_turns=2)
 
     class Busy(ScriptedEngine):
         async def generate(self, prompt, sampling, *, session):
@@ -309,7 +293,7 @@ def test_an_agent_that_holds_the_event_loop_is_named_too_and_an_engine_that_comp
             time.sleep(0.3)
             await super().run(task, env, model)
 
-    run.engine = Busy([[1, renderer.stop[0]]])
+    run.engine = Busy([[1, seedling[1].stop[0]]])
     play(run, "a")
     assert "blocked the event loop" not in caplog.text
     run.factories = EpisodeFactories(lambda task: Sleepy(), run.factories.env)
@@ -317,34 +301,29 @@ def test_an_agent_that_holds_the_event_loop_is_named_too_and_an_engine_that_comp
     assert "test_workers.py, line " in caplog.text
 
 
-@pytest.mark.parametrize("workers", ["auto", "thread", "process", "none"])
-@pytest.mark.parametrize("world", [Sync, Secretive])
+@pytest.mark.parametrize(
+    ("workers", "world"), [("auto", Secretive), ("thread", Sync), ("process", Secretive), ("none", Sync)]
+)
 def test_an_environment_that_ends_the_process_costs_its_episode(seedling, workers, world):
-    _, renderer = seedling
-    bad, good = play(rollout(renderer, world, workers), "quit", "a")
+    bad, good = play(rollout(seedling, world, workers), "quit", "a")
     assert bad.failure.where == "environment 'world'"
     assert "enough" in bad.failure.message
     assert "SystemExit" in str(bad.failure)
     assert good.failure is None
     if workers != "none":  # in the loop it is the user's
-        bad, good = play(rollout(renderer, world, workers), "interrupt", "a")
+        bad, good = play(rollout(seedling, world, workers), "interrupt", "a")
         assert "KeyboardInterrupt" in bad.failure.message
         assert good.failure is None
 
 
-def test_environments_that_hang_for_good_are_counted_by_name_and_no_more_are_begun_at_the_cap(
+async def test_environments_that_hang_for_good_are_counted_by_name_and_no_more_are_begun_at_the_cap(
     seedling, caplog, monkeypatch
 ):
     monkeypatch.setattr(background_threads, "MAX_HANGING_CALLS", 3)
-    _, renderer = seedling
-    run = rollout(renderer, Secretive, concurrency=3, step_seconds=0.2)
-
-    async def both():
-        first = await run.collect([Task("sleep:30", env="bad")] * 3, seed=0, group_size=1)
-        tasks = [Task("sleep:30", env="bad") for _ in range(6)] + [Task(name, env="good") for name in "abc"]
-        return first + await run.collect(tasks, seed=0, group_size=1)
-
-    groups = asyncio.run(both())
+    run = rollout(seedling, Secretive, concurrency=3, step_seconds=0.2)
+    first = await run.collect([Task("sleep:30", env="bad")] * 3, seed=0, group_size=1)
+    tasks = [Task("sleep:30", env="bad") for _ in range(6)] + [Task(name, env="good") for name in "abc"]
+    groups = first + await run.collect(tasks, seed=0, group_size=1)
     failures = [group.episodes[0].failure for group in groups]
     assert all("longer than" in failure.message for failure in failures[:3])
     assert all("3 calls of environment 'bad' hang" in failure.message for failure in failures[3:9])
@@ -354,59 +333,47 @@ def test_environments_that_hang_for_good_are_counted_by_name_and_no_more_are_beg
     assert caplog.text.count("WARNING  arborl.tools.core.background_threads") == 1
 
 
-def test_cancelled_episodes_are_not_taken_for_hung_ones(monkeypatch):
+async def test_cancelled_episodes_are_not_taken_for_hung_ones(monkeypatch):
     monkeypatch.setattr(background_threads, "MAX_HANGING_CALLS", 3)
     workers = Workers()
-
-    async def main():
-        envs = [(await workers.place(Sync, "world", 20.0))[0] for _ in range(5)]
-        for env in envs:
-            await env.reset(Task("sleep:0.4"), 0)
-            await env.step(Message("assistant", "one"))
-        jobs = [asyncio.ensure_future(env.step(Message("assistant", "two"))) for env in envs]
-        await asyncio.sleep(0.05)
-        for job, env in zip(jobs, envs, strict=True):
-            job.cancel()
-            await asyncio.wait([job])
-            await env.close()
-        assert len(workers.threads.left.calls) == 5
-        await workers.place(Sync, "world", 20.0)
-
-    asyncio.run(main())
+    envs = [(await workers.place(Sync, "world", 20.0))[0] for _ in range(5)]
+    for env in envs:
+        await env.reset(Task("sleep:0.4"), 0)
+        await env.step(Message("assistant", "one"))
+    jobs = [asyncio.ensure_future(env.step(Message("assistant", "two"))) for env in envs]
+    await asyncio.sleep(0.05)
+    for job, env in zip(jobs, envs, strict=True):
+        job.cancel()
+        await asyncio.wait([job])
+        await env.close()
+    assert len(workers.threads.left.calls) == 5
+    await workers.place(Sync, "world", 20.0)
 
 
-def test_what_belongs_to_another_event_loop_says_what_to_write(seedling):
-    _, renderer = seedling
+async def test_what_belongs_to_another_event_loop_says_what_to_write(seedling):
 
     class Shares(Secretive):
         async def reset(self, task, seed):
             await asyncio.wait_for(shared.wait(), 1)
 
     shared = asyncio.Event()
-
-    async def main():
-        waiting = asyncio.ensure_future(shared.wait())
-        await asyncio.sleep(0)
-        run = rollout(renderer, Shares)
-        ((episode,),) = [group.episodes for group in await run.collect([Task("a", env="world")], 0, 1)]
-        waiting.cancel()
-        return episode
-
-    assert "write `blocking = False` in its class" in asyncio.run(main()).failure.message
+    waiting = asyncio.ensure_future(shared.wait())
+    await asyncio.sleep(0)
+    run = rollout(seedling, Shares)
+    ((episode,),) = [group.episodes for group in await run.collect([Task("a", env="world")], 0, 1)]
+    waiting.cancel()
+    assert "write `blocking = False` in its class" in episode.failure.message
 
 
-def test_a_question_to_a_process_that_never_answers_ends_with_its_deadline():
-    async def main():
-        pool = ProcessPool()
-        env = ProcessEnv(Secretive(), pool, "world", 1.0)
-        await env.reset(Task("sleep:60"), 0)
-        began = time.monotonic()
-        with pytest.raises(TimeoutError, match=r"oracle\(\) took longer than 1 s"):
-            env.oracle()
-        assert time.monotonic() - began < 40
-        pool.close()
-
-    asyncio.run(main())
+async def test_a_question_to_a_process_that_never_answers_ends_with_its_deadline():
+    pool = ProcessPool()
+    env = ProcessEnv(Secretive(), pool, "world", 1.0)
+    await env.reset(Task("sleep:60"), 0)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"oracle\(\) took longer than 1 s"):
+        env.oracle()
+    assert time.monotonic() - began < 40
+    pool.close()
 
 
 def test_ctrl_c_is_heard_at_the_first_try_while_an_async_environment_blocks(tmp_path):
@@ -435,16 +402,14 @@ def test_ctrl_c_is_heard_at_the_first_try_while_an_async_environment_blocks(tmp_
 
 
 def test_the_number_of_environments_in_a_process_is_kept(seedling):
-    _, renderer = seedling
-    run = rollout(renderer, Sync, "process", per_process=2)
+    run = rollout(seedling, Sync, "process", per_process=2)
     episodes = play(run, *["sleep:0.3"] * 5)
     homes = [episode.turns[0].observation[0].content.split()[0] for episode in episodes]
     assert sorted(homes.count(home) for home in set(homes)) == [1, 2, 2]
 
 
 def test_an_environment_that_takes_long_to_make_holds_no_one_up_and_keeps_its_deadline(seedling):
-    _, renderer = seedling
-    run = rollout(renderer, lambda: None, step_seconds=0.5)
+    run = rollout(seedling, lambda: None, step_seconds=0.5)
 
     class Slow(Secretive):
         def __init__(self):
@@ -461,7 +426,6 @@ def test_an_environment_that_takes_long_to_make_holds_no_one_up_and_keeps_its_de
 
 
 def test_what_an_environment_opens_when_it_is_made_it_may_use_wherever_it_is_requested(seedling):
-    _, renderer = seedling
 
     class Database(Secretive):
         def __init__(self):
@@ -481,7 +445,7 @@ def test_what_an_environment_opens_when_it_is_made_it_may_use_wherever_it_is_req
             while not (await env.step(Message("assistant", env.actions()[0]))).over:
                 pass
 
-    run = rollout(renderer, Database)
+    run = rollout(seedling, Database)
     run.factories = EpisodeFactories(lambda task: Asking(), run.factories.env)
     (episode,) = play(run, "a")
     assert episode.failure is None
@@ -489,21 +453,19 @@ def test_what_an_environment_opens_when_it_is_made_it_may_use_wherever_it_is_req
 
 
 def test_what_failed_first_is_reported_and_not_what_closing_made_of_it(seedling):
-    _, renderer = seedling
 
     class Worse(Sync):
         def close(self):
             raise OSError("cannot even be closed")
 
-    bad, late = play(rollout(renderer, Worse), "raise", "a")
+    bad, late = play(rollout(seedling, Worse), "raise", "a")
     assert "the ice broke" in bad.failure.message
     assert "cannot even be closed" in late.failure.message
 
 
 def test_garbage_is_collected_as_before_when_a_rollout_is_over(seedling):
-    _, renderer = seedling
     before = gc.get_threshold()
-    play(rollout(renderer, Sync), "a", "raise")
+    play(rollout(seedling, Sync), "a", "raise")
     assert gc.get_threshold() == before
 
 

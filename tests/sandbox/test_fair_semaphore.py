@@ -52,9 +52,8 @@ def test_threads_and_event_loops_share_them():
 
     def thread() -> None:
         for _ in range(10):
-            slots.acquire_sync()
-            work()
-            slots.release()
+            with slots:
+                work()
 
     async def task() -> None:
         for _ in range(10):
@@ -65,9 +64,8 @@ def test_threads_and_event_loops_share_them():
     async def many() -> None:
         await asyncio.gather(*(task() for _ in range(4)))
 
-    threads = [threading.Thread(target=thread) for _ in range(4)] + [
-        threading.Thread(target=lambda: asyncio.run(many()))
-    ]
+    targets = [*[thread] * 4, lambda: asyncio.run(many())]
+    threads = [threading.Thread(target=target) for target in targets]
     for each in threads:
         each.start()
     for each in threads:

@@ -1,23 +1,16 @@
-import importlib.util
 import os
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from working_levels import guest_module
 
 from arborl.sandbox import Sandbox, SandboxLimits, try_level
-from arborl.sandbox.sandbox_process import GUEST_FOLDER
 
 
 @pytest.fixture(scope="module")
 def group():
-    spec = importlib.util.spec_from_file_location("sandbox_memory_group", GUEST_FOLDER / "guest_resources.py")
-    module = importlib.util.module_from_spec(spec)
-    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    spec.loader.exec_module(module)
-    sys.dont_write_bytecode = before
-    return module
+    return guest_module("guest_resources")
 
 
 class FakeGroups:

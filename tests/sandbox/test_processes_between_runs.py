@@ -130,9 +130,6 @@ def test_processes_that_are_waited_for_are_counted_once():
             assert box.run_sync(code).ok
 
 
-# ------------------------------------------------------------------------------------------------ files
-
-
 def test_files_that_were_removed_and_are_held_open_are_counted(tmp_path):
     (tmp_path / "a").write_bytes(bytes(100_000))
     held = (tmp_path / "b").open("wb+")

@@ -58,9 +58,6 @@ def test_code_that_takes_too_long_itself_still_does():
     pool.close()
 
 
-# ------------------------------------------------------------------------------------------------ the clock
-
-
 def test_a_clock_stands_still_in_a_queue_and_goes_on_after_it():
     async def play() -> None:
         async with boundary("outer", 0.3), boundary("inner", 5):

@@ -1,11 +1,8 @@
-import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import pytest
-
-from arborl.sandbox.sandbox_process import GUEST_FOLDER
+from working_levels import guest_module
 
 HEADERS = {"aarch64": Path("/usr/include/asm-generic/unistd.h")}
 HEADERS["x86_64"] = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
@@ -13,12 +10,7 @@ HEADERS["x86_64"] = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
 
 @pytest.fixture(scope="module")
 def calls():
-    spec = importlib.util.spec_from_file_location("sandbox_calls", GUEST_FOLDER / "seccomp_filter.py")
-    module = importlib.util.module_from_spec(spec)
-    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    spec.loader.exec_module(module)
-    sys.dont_write_bytecode = before
-    return module
+    return guest_module("seccomp_filter")
 
 
 @pytest.mark.parametrize("machine", HEADERS)
@@ -134,6 +126,5 @@ def test_arguments_decide_on_descriptors_memory_and_sockets(answer, alone):
     assert answer(alone, "socketpair", 1, 0x80801) == ALLOW  # a stream that does not block and is closed on exec
     assert {answer(alone, "socketpair", *of) for of in ((1, 2), (1, 5), (1, 3), (2, 1), (30, 1))} == {PERMISSION}
     assert answer(alone, "sendto", 5, 1, 1, 0, 0) == ALLOW
-    assert (
-        answer(alone, "sendto", 5, 1, 1, 0, 0x7FFF00001000) == answer(alone, "sendto", 5, 1, 1, 0, 2**40) == PERMISSION
-    )
+    for address in (0x7FFF00001000, 2**40):
+        assert answer(alone, "sendto", 5, 1, 1, 0, address) == PERMISSION

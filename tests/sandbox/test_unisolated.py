@@ -10,7 +10,7 @@ import pytest
 import arborl
 from arborl.errors import ConfigError
 from arborl.sandbox import ActiveLevel, allow_unsafe
-from arborl.sandbox.sandbox_process import GUEST_FOLDER
+from arborl.sandbox.sandbox import GUEST_FOLDER
 
 BARE = f"""
 import ctypes, sys

@@ -1,7 +1,5 @@
 """One server for all tests of a process: the embedded model behind a real socket."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

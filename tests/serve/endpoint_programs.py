@@ -3,8 +3,6 @@
 Functions are called in the process of the tests; `python endpoint_programs.py NAME` runs one as a process.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -49,9 +47,6 @@ def chat(base_url, messages, **more):
 
 def user(text):
     return {"role": "user", "content": text}
-
-
-# ------------------------------------------------------------------------------------------------ in this process
 
 
 def calls_in_many_ways(task, base_url):
@@ -134,9 +129,6 @@ def steps(messages, base_url):
         result = json.loads(post(f"{at}/step", {"content": body["content"]})[1])
         history, over = [*history, body, *result["messages"]], result["done"]
     STATUS[:] = [post(f"{at}/step", {"content": "more"})[0]]
-
-
-# ------------------------------------------------------------------------------------------------ as a process
 
 
 def answers(question, base_url):

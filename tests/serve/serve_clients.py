@@ -1,7 +1,5 @@
 """Servers and clients for tests: behind a real socket, and in-process for tests without streaming."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from contextlib import asynccontextmanager, contextmanager
@@ -24,9 +22,8 @@ def running(loaded, keys=(), limits=None, extra=()):
     async def serve() -> None:
         nonlocal server
         store = SessionStore(loaded.agents, max_sessions=4)
-        server = ApiServer(
-            make_app(loaded.backend, store, ApiKeys(keys), limits, extra), "127.0.0.1", 0, drain_seconds=10
-        )
+        app = make_app(loaded.backend, store, ApiKeys(keys), limits, extra)
+        server = ApiServer(app, "127.0.0.1", 0, drain_seconds=10)
         server.on_start = lambda url: (urls.append(url), started.set())
         await server.serve()
 

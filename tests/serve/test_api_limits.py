@@ -1,7 +1,5 @@
 """API keys, body size, rate limits, concurrency, draining, the circuit breaker, and the request log."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -15,11 +13,11 @@ from serve_clients import CHAT, HELLO, client_of
 
 from arborl.engines.engine import Engine
 from arborl.errors import ConfigError, EngineError
+from arborl.retry import CircuitBreaker
 from arborl.serve.api_server import ServerLimits
 from arborl.serve.engine_backend import EngineBackend
 from arborl.serve.middleware import ApiKeys, KeyRateLimits, RequestLoad, read_api_keys
 from arborl.serve.model_backend import ServiceUnavailable
-from arborl.tools.remote.circuit_breaker import CircuitBreaker
 
 KEY = "sk-a-long-and-secret-one"
 NAMES = ApiKeys([KEY]).names
@@ -48,9 +46,6 @@ def with_client(loaded, work, **options):
             return await work(client)
 
     return asyncio.run(run())
-
-
-# ------------------------------------------------------------------------------------------------ keys and sizes
 
 
 def test_a_wrong_or_missing_key_is_401_and_each_of_several_keys_is_accepted(loaded):
@@ -97,11 +92,16 @@ def test_keys_come_from_options_a_file_and_the_environment(tmp_path):
         ApiKeys([""])
 
 
-def test_without_keys_a_foreign_host_or_origin_is_refused(loaded):
+def test_foreign_hosts_are_refused_without_keys_and_public_paths_need_none(loaded, folder):
     async def work(client):
         return await chat(client, host="evil.example"), await chat(client, origin="http://evil.example")
 
     assert [response.status_code for response in with_client(loaded, work)] == [421, 421]
+
+    async def work(client):
+        return (await client.post("/health")).status_code
+
+    assert with_client(loaded, work, keys=[KEY], limits=ServerLimits(per_minute=60, burst=3)) == 405
 
 
 def test_a_too_large_body_is_refused_with_and_without_content_length(loaded):
@@ -115,10 +115,7 @@ def test_a_too_large_body_is_refused_with_and_without_content_length(loaded):
     assert with_client(loaded, work, limits=ServerLimits(max_body_bytes=1000)) == [413, 413]
 
 
-# ------------------------------------------------------------------------------------------------ concurrency
-
-
-def test_requests_above_the_concurrency_limit_are_429_with_retry_after(loaded):
+def test_concurrency_and_rates_are_limited(loaded, folder):
     async def work(client):
         return await asyncio.gather(*(chat(client) for _ in range(8)))
 
@@ -126,17 +123,24 @@ def test_requests_above_the_concurrency_limit_are_429_with_retry_after(loaded):
     assert sorted(response.status_code for response in responses) == [200, 200] + [429] * 6
     assert all("retry-after" in response.headers for response in responses if response.status_code == 429)
 
+    async def work(client):
+        return [await chat(client, key) for key in ("sk-aaaa", "sk-aaaa", "sk-aaaa", "sk-bbbb")]
+
+    limits = ServerLimits(per_minute=1, burst=2)
+    responses = with_client(loaded, work, keys=["sk-aaaa", "sk-bbbb"], limits=limits)
+    assert [response.status_code for response in responses] == [200, 200, 429, 200]
+    assert int(responses[2].headers["retry-after"]) in range(10, 61)
+
 
 def test_draining_refuses_new_requests_and_waits_for_running_ones():
     async def drained():
         load = RequestLoad()
-        load.enter()
-        waiting = asyncio.create_task(load.drain(5))
-        await asyncio.sleep(0)
-        with pytest.raises(ServiceUnavailable):
-            load.enter()
-        assert not waiting.done()
-        load.leave()
+        with load:
+            waiting = asyncio.create_task(load.drain(5))
+            await asyncio.sleep(0)
+            with pytest.raises(ServiceUnavailable), load:
+                pass
+            assert not waiting.done()
         return await waiting
 
     assert asyncio.run(drained())
@@ -170,9 +174,6 @@ def test_the_circuit_breaker_opens_after_repeated_engine_failures(loaded):
     assert probes == [503, 200]
 
 
-# ------------------------------------------------------------------------------------------------ rates
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr("arborl.tools.core.rate_limit.default_limit_dir", lambda: tmp_path / "limits")
@@ -183,16 +184,6 @@ def break_files(folder):
     for file in folder.iterdir():  # a folder cannot be opened as a file
         file.unlink()
         file.mkdir()
-
-
-def test_each_key_has_its_own_rate(loaded, folder):
-    async def work(client):
-        return [await chat(client, key) for key in ("sk-aaaa", "sk-aaaa", "sk-aaaa", "sk-bbbb")]
-
-    limits = ServerLimits(per_minute=1, burst=2)
-    responses = with_client(loaded, work, keys=["sk-aaaa", "sk-bbbb"], limits=limits)
-    assert [response.status_code for response in responses] == [200, 200, 429, 200]
-    assert int(responses[2].headers["retry-after"]) in range(10, 61)
 
 
 def test_counts_of_a_killed_server_apply_to_the_same_limits_only(loaded, folder):
@@ -233,13 +224,6 @@ def test_a_server_that_cannot_count_does_not_start(folder):
     with pytest.raises(ConfigError, match="requests cannot be counted"):
         KeyRateLimits(NAMES, 60, 3)
     KeyRateLimits(NAMES)  # nothing to count without a limit
-
-
-def test_a_post_to_a_public_path_needs_no_key(loaded, folder):
-    async def work(client):
-        return (await client.post("/health")).status_code
-
-    assert with_client(loaded, work, keys=[KEY], limits=ServerLimits(per_minute=60, burst=3)) == 405
 
 
 def test_the_state_of_many_limits_is_checked_once_per_second(folder):

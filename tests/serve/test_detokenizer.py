@@ -1,7 +1,5 @@
 """Detokenizer and StopMatcher: the pieces joined equal the whole, without partial characters or stop texts."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from hypothesis import given

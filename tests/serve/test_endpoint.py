@@ -1,7 +1,5 @@
 """Agent `endpoint`: an external program calls the model over HTTP, and its calls are recorded."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -49,7 +47,8 @@ def process(name):
     return [sys.executable, programs.__file__, name]
 
 
-# ------------------------------------------------------------------------------------------------ recording
+def is_running(mark):
+    return mark in subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True).stdout
 
 
 def test_every_token_a_program_received_is_one_loss_term_in_its_context(loaded):
@@ -74,7 +73,7 @@ def test_every_token_a_program_received_is_one_loss_term_in_its_context(loaded):
     assert number == len(terms)
 
 
-def test_a_continued_history_extends_the_sequence_and_a_rewritten_one_branches(loaded):
+def test_a_history_extends_or_branches_and_renders_as_in_serving(loaded, address):
     (episode,), _ = play(loaded, call="endpoint_programs:calls_in_many_ways")
     first, second, forgotten, *_ = episode.calls
     assert first.whole.begins(second.prompt)
@@ -82,6 +81,12 @@ def test_a_continued_history_extends_the_sequence_and_a_rewritten_one_branches(l
     if len(episode.calls) == 8:  # it called the tool: its call was sent back as it wrote it
         assert episode.calls[-2].whole.begins(episode.calls[-1].prompt)
     assert episode.answer == "answer of the program"
+    (episode,), _ = play(loaded, call="endpoint_programs:calls_in_many_ways")
+    decode = loaded.served.renderer.decode  # a sampled text may have other ids than the same text that is read
+    for call in (episode.calls[0], episode.calls[1]):
+        messages = [{"role": message.role, "content": message.content} for message in call.messages]
+        (served,) = programs.chat(f"{address}/v1", messages, model="", max_tokens=1)
+        assert decode(served["prompt_token_ids"]) == decode(tuple(call.prompt))
 
 
 def test_equal_seeds_give_equal_episodes_with_the_temperature_of_the_run(loaded):
@@ -93,21 +98,9 @@ def test_equal_seeds_give_equal_episodes_with_the_temperature_of_the_run(loaded)
     assert all(episode.metrics["endpoint/sampling_overridden"] == 1 for episode in one)
 
 
-def test_training_and_serving_render_the_same_prompt(loaded, address):
-    (episode,), _ = play(loaded, call="endpoint_programs:calls_in_many_ways")
-    decode = loaded.served.renderer.decode  # a sampled text may have other ids than the same text that is read
-    for call in (episode.calls[0], episode.calls[1]):
-        messages = [{"role": message.role, "content": message.content} for message in call.messages]
-        (served,) = programs.chat(f"{address}/v1", messages, model="", max_tokens=1)
-        assert decode(served["prompt_token_ids"]) == decode(tuple(call.prompt))
-
-
 def test_answer_reply_makes_the_last_message_of_the_model_the_answer(loaded):
     (episode,), _ = play(loaded, call="endpoint_programs:calls_in_many_ways", answer="reply")
     assert episode.turns[0].message is episode.calls[-1].reply
-
-
-# ------------------------------------------------------------------------------------------------ processes
 
 
 def test_a_process_gets_the_task_and_its_output_is_the_answer(loaded):
@@ -151,29 +144,23 @@ def test_a_program_that_dies_during_a_call_does_not_affect_others(loaded):
 def test_children_of_a_program_end_with_the_episode(loaded):
     mark = uuid.uuid4().hex
 
-    def there():
-        return mark in subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True).stdout
-
     async def cancelled():
         rollout = rollout_of(loaded, command=process("sleeps"))
         playing = asyncio.create_task(rollout.play(Task("t", (Message("user", mark),)), 0, "t#0"))
-        while not await asyncio.to_thread(there):
+        while not await asyncio.to_thread(is_running, mark):
             await asyncio.sleep(0.05)
         playing.cancel()
         await asyncio.wait([playing])
 
     asyncio.run(cancelled())
-    assert not there()
+    assert not is_running(mark)
 
 
 def test_a_daemon_that_holds_the_output_pipe_ends_with_its_program(loaded):
     mark = uuid.uuid4().hex
-    task = Task("t", (Message("user", mark),))
-    limits = EpisodeLimits(max_context=512, episode_seconds=60.0)
-    (episode,), _ = play(loaded, [task], limits=limits, command=process("starts_a_daemon"))
-    assert episode.failure is None
-    assert episode.answer
-    assert mark not in subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True).stdout
+    (episode,), _ = play(loaded, [Task("t", (Message("user", mark),))], command=process("starts_a_daemon"))
+    assert (episode.failure, bool(episode.answer)) == (None, True)
+    assert not is_running(mark)
 
 
 def test_an_output_pipe_held_by_a_foreign_process_does_not_block(loaded, tmp_path):
@@ -182,16 +169,13 @@ def test_an_output_pipe_held_by_a_foreign_process_does_not_block(loaded, tmp_pat
         listening.bind(str(tmp_path / "s"))
         listening.listen()
         task = Task("t", (Message("user", str(tmp_path / "s")),))
-        limits = EpisodeLimits(max_context=512, episode_seconds=60.0)
-        (episode,), _ = play(loaded, [task], limits=limits, command=process("passes_its_output_on"))
+        (episode,), _ = play(loaded, [task], command=process("passes_its_output_on"))
         line, _ = listening.accept()
         held = socket.recv_fds(line, 1, 1)[1]
         line.close()
         for handle in held:
             os.close(handle)
-    assert held
-    assert episode.failure is None
-    assert episode.answer
+    assert (episode.failure, bool(episode.answer), bool(held)) == (None, True, True)
 
 
 def test_a_slow_program_is_ended_by_the_deadline_of_the_episode(loaded):
@@ -201,9 +185,6 @@ def test_a_slow_program_is_ended_by_the_deadline_of_the_episode(loaded):
     assert episode.failure.where.startswith("program ")
 
 
-# ------------------------------------------------------------------------------------------------ limits
-
-
 @pytest.mark.parametrize(("name", "words"), [("quits", "SystemExit: 4"), ("breaks", "divided by nothing")])
 def test_a_function_that_fails_fails_its_episode(loaded, name, words):
     (episode,), _ = play(loaded, call=f"endpoint_programs:{name}")
@@ -211,19 +192,17 @@ def test_a_function_that_fails_fails_its_episode(loaded, name, words):
     assert words in episode.failure.message
 
 
-def test_a_program_that_dies_after_a_full_context_ends_with_context_full(loaded):
-    (episode,), _ = play(loaded, call="endpoint_programs:too_long")
-    assert (episode.failure, episode.stop, len(episode.calls)) == (None, StopReason.CONTEXT_FULL, 1)
-
-
-def test_a_program_may_shorten_its_prompt_after_a_full_context(loaded):
-    (episode,), _ = play(loaded, call="endpoint_programs:shortens_its_prompt")
-    assert (episode.failure, episode.stop, len(episode.calls)) == (None, StopReason.DONE, 1)
-
-
-def test_max_calls_ends_a_program_that_calls_forever(loaded):
-    (episode,), _ = play(loaded, call="endpoint_programs:calls_forever", max_calls=3)
-    assert (episode.failure, episode.stop, len(episode.calls)) == (None, StopReason.MAX_TURNS, 3)
+@pytest.mark.parametrize(
+    ("name", "stop", "calls"),
+    [
+        ("too_long", StopReason.CONTEXT_FULL, 1),
+        ("shortens_its_prompt", StopReason.DONE, 1),
+        ("calls_forever", StopReason.MAX_TURNS, 3),
+    ],
+)
+def test_a_full_context_and_max_calls_end_a_program_that_does_not_adapt(loaded, name, stop, calls):
+    (episode,), _ = play(loaded, call=f"endpoint_programs:{name}", max_calls=3)
+    assert (episode.failure, episode.stop, len(episode.calls)) == (None, stop, calls)
 
 
 def test_invalid_requests_are_refused_and_the_episode_continues(loaded):
@@ -336,18 +315,12 @@ def test_text_and_tools_that_exceed_the_context_do_not_reach_the_recorder(loaded
     assert max(seen, default=0) < 100_000
 
 
-# ------------------------------------------------------------------------------------------------ rewards, steps, URLs
-
-
-def test_a_posted_reward_ends_the_episode(loaded):
+def test_rewards_are_posted_or_their_lack_is_a_failure(loaded):
     (episode,), groups = play(loaded, call="endpoint_programs:posts_a_reward")
     assert programs.STATUS == [400, 200, 410, 410]
     assert (episode.failure, episode.answer) == (None, "mine")
     asyncio.run(Rewards([("posted", posted, 2.0)], 5).score(groups))
     assert (episode.reward, episode.metrics[POSTED]) == (0.5, 0.25)
-
-
-def test_a_missing_posted_reward_is_a_failure_with_advice(loaded):
     (episode,), groups = play(loaded, call="endpoint_programs:once")
     asyncio.run(Rewards([("posted", posted, 1.0)], 5).score(groups))
     assert "ARBORL_EPISODE_URL/reward" in episode.failure.message
@@ -415,9 +388,6 @@ def test_an_http_program_receives_each_task(loaded, waiting_program):
     assert "status 503" in bad.failure.message
 
 
-# ------------------------------------------------------------------------------------------------ settings
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -439,9 +409,6 @@ def test_contradictory_settings_are_config_errors(settings, words, tmp_path):
     rows.write_text('[{"question": "?", "answer": 1}]')
     with pytest.raises(ConfigError, match=words):
         check(load(None, [f"data.path={rows}", "rewards=[equal]", "agent=endpoint", *settings]))
-
-
-# ------------------------------------------------------------------------------------------------ unchanged programs
 
 
 def test_a_script_with_the_openai_sdk_needs_no_change(loaded):

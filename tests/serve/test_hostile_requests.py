@@ -1,7 +1,5 @@
 """Hostile requests: refused within bounds of time and memory, without effect on other clients."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -125,9 +123,6 @@ def peak_of(work):
     return held("VmHWM") - before
 
 
-# ------------------------------------------------------------------------------------------------ bounds
-
-
 @pytest.mark.parametrize("name", TOO_COMPLEX)
 def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(loaded, name):
     (answer,) = post_all(loaded, [TOO_COMPLEX[name]])
@@ -190,10 +185,7 @@ def test_other_content_types_than_json_are_refused(loaded):
     assert [answer.status_code for answer in asyncio.run(both())] == [400, 400, 200]
 
 
-# ------------------------------------------------------------------------------------------------ workers
-
-
-def test_a_large_request_is_tokenized_outside_the_event_loop(loaded):
+def test_large_prompts_are_tokenized_once_and_outside_the_event_loop(loaded):
     backend, tokenizer = watched_backend(loaded)
     content = "some words " * 1000
     assert len(content) > SMALL_BODY_BYTES
@@ -202,9 +194,6 @@ def test_a_large_request_is_tokenized_outside_the_event_loop(loaded):
     assert answer.status_code == 200
     assert tokenizer.threads
     assert threading.get_ident() not in tokenizer.threads
-
-
-def test_a_prompt_is_tokenized_once_for_all_choices(loaded):
     backend, tokenizer = watched_backend(loaded)
     body = json.dumps({**ASK, "n": 8, "messages": [{"role": "user", "content": "words " * 500}]}).encode()
     (answer,) = post_all(loaded, [("chat/completions", body)], backend=backend)
@@ -247,9 +236,7 @@ def test_hostile_requests_of_every_kind_at_once_do_not_affect_an_ordinary_one(lo
         async with client_of(loaded) as client:
             head = {"content-type": "application/json"}
             kinds = [*TOO_COMPLEX.values(), *TOO_LONG.values(), *INVALID.values()]
-            tasks = [
-                asyncio.create_task(client.post(f"/v1/{path}", content=body, headers=head)) for path, body in kinds
-            ]
+            tasks = [asyncio.create_task(client.post(f"/v1/{to}", content=data, headers=head)) for to, data in kinds]
             await asyncio.sleep(0.05)
             for task in tasks[::8]:  # some clients leave in the middle
                 task.cancel()

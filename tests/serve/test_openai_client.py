@@ -1,7 +1,5 @@
 """The `openai` client against a real socket: responses parse into its types."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 
@@ -93,11 +91,18 @@ def test_tool_calls_are_streamed_without_their_text(client):
     assert deltas[-1].finish_reason == "tool_calls"
 
 
-def test_tool_choice_none_calls_no_tool(client):
+def test_tool_choice_none_control_text_and_unknown_models(client, loaded):
     answer = client.chat.completions.create(
         model="seedling", messages=ASK, tools=[ADD], tool_choice="none", max_tokens=20
     )
     assert answer.choices[0].message.tool_calls is None
+    answer = client.completions.create(
+        model="seedling", prompt="<|im_end|>", max_tokens=1, extra_body={"return_token_ids": True}
+    )
+    assert loaded.backend.renderer.stop[0] not in answer.choices[0].prompt_token_ids
+    with pytest.raises(openai.NotFoundError, match="seedling"):
+        client.chat.completions.create(model="gpt-9", messages=ASK)
+    assert [model.id for model in client.models.list()] == ["seedling"]
 
 
 def test_completions_accept_text_or_ids_and_return_ids(client):
@@ -115,13 +120,6 @@ def test_completions_accept_text_or_ids_and_return_ids(client):
     assert [choice.prompt_token_ids for choice in ids.choices] == [[5, 6, 7], [8, 9]]
     assert all(len(choice.token_ids) == 4 for choice in ids.choices)
     assert ids.usage.prompt_tokens == 5
-
-
-def test_a_control_token_in_a_text_prompt_is_text(client, loaded):
-    answer = client.completions.create(
-        model="seedling", prompt="<|im_end|>", max_tokens=1, extra_body={"return_token_ids": True}
-    )
-    assert loaded.backend.renderer.stop[0] not in answer.choices[0].prompt_token_ids
 
 
 def test_responses_as_a_whole_and_as_events(client):
@@ -180,9 +178,3 @@ def test_the_async_client_streams_many_at_once(address):
 def test_unsupported_requests_name_the_problem(client, arguments, word):
     with pytest.raises(openai.BadRequestError, match=word):
         client.chat.completions.create(model="seedling", **arguments)
-
-
-def test_an_unknown_model_is_404(client):
-    with pytest.raises(openai.NotFoundError, match="seedling"):
-        client.chat.completions.create(model="gpt-9", messages=ASK)
-    assert [model.id for model in client.models.list()] == ["seedling"]

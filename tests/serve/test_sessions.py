@@ -1,7 +1,5 @@
 """Agent sessions: the agent's own loop with a user in place of its environment."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path
@@ -134,9 +132,6 @@ def test_a_document_reader_answers_in_a_session_as_in_a_rollout():
     assert reply.content == episode.answer
     assert [call.completion.tokens for call in calls] == [call.completion.tokens for call in episode.calls]
     assert len(calls) > 1
-
-
-# ------------------------------------------------------------------------------------------------ over HTTP
 
 
 def test_a_session_over_http(loaded):

@@ -1,7 +1,5 @@
 """No accepted request is lost: many streams at once, shutdown, new weights, clients that disconnect."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """A command under the guard ends together with every process that it started, however any of them ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -18,8 +18,8 @@ import httpx
 import uvicorn
 
 from arborl.errors import ConfigError
+from arborl.retry import CircuitBreaker
 from arborl.tools import RateLimit, Toolbox, ToolContext
-from arborl.tools.remote.circuit_breaker import CircuitBreaker
 from arborl.tools.remote.tool_client import ToolClient
 from arborl.types import Task, ToolCall
 
@@ -106,9 +106,6 @@ def served(tmp_path_factory):
     made.stop(signal.SIGKILL)
 
 
-# ------------------------------------------------------------------------------------------------ like local tools
-
-
 def test_remote_tools_stand_in_a_toolbox_like_any_other(served):
     client = ToolClient(served.url)
     box = Toolbox(client.tools())
@@ -154,13 +151,17 @@ def test_a_server_that_is_not_there_is_named_before_the_run():
         ToolClient()
 
 
-def test_the_wrong_key_is_said_before_the_run_and_in_it(tmp_path):
-    locked = Served(tmp_path, "--api-key", "secret")
+def test_a_key_of_any_letters_opens_and_a_wrong_one_is_said_before_the_run_and_in_it(tmp_path):
+    key = "ключ-ü"
+    locked = Served(tmp_path, "--api-key", key)
     locked.wait()
     try:
-        with pytest.raises(ConfigError, match="needs another API key"):
-            ToolClient(locked.url, api_key="wrong").tools()
-        assert len(ToolClient(locked.url, api_key="secret").tools()) == 4
+        for wrong in ("wrong", "ключ"):
+            with pytest.raises(ConfigError, match="needs another API key"):
+                ToolClient(locked.url, api_key=wrong).tools()
+        tools = {tool.name: tool for tool in ToolClient(locked.url, key).tools()}
+        assert len(tools) == 4
+        assert asyncio.run(tools["double"].run({"n": 21})).content == "42"
         result = asyncio.run(ToolClient(locked.url, api_key="wrong").call("enter", {"line": "x"}))
         assert result.kind == "refused"
         assert locked.lines() == []
@@ -183,9 +184,6 @@ def test_a_cluster_limit_is_one_limit_for_all_who_ask_the_server(served):
     limits[0].acquire_sync(timeout=40)
     with pytest.raises(ConfigError, match="in use with per_minute=60"):
         RateLimit(300, 2, name, scope="cluster", server=served.url).acquire_sync()
-
-
-# ------------------------------------------------------------------------------------------------ bad days
 
 
 def through_a_restart(served: Served, calls: int) -> list:
@@ -310,12 +308,21 @@ def moody():
         each.close()
 
 
-def test_what_may_help_is_tried_again_under_the_same_key(moody):
+def test_failed_requests_are_repeated_under_one_key_with_waits_and_within_the_limit(moody, tmp_path):
     server = moody(503, 429, 502)
     result = asyncio.run(ToolClient(server.url, backoff=0.01).call("x", {}))
     assert result.content == "fine"
     assert len(server.bodies) == 4
     assert len({body["key"] for body in server.bodies}) == 1
+    server = moody(503, 503, **{"Retry-After": "0.3"})
+    asyncio.run(ToolClient(server.url, backoff=0.01).call("x", {}))
+    gaps = [later - before for before, later in zip(server.times, server.times[1:], strict=False)]
+    assert all(gap >= 0.29 for gap in gaps)
+    server = moody(503, 503)
+    limit = RateLimit(per_minute=600, burst=1, name="retries", folder=tmp_path)
+    start = time.monotonic()
+    asyncio.run(ToolClient(server.url, backoff=0.001, limit=limit).call("x", {}))
+    assert time.monotonic() - start >= 0.2
 
 
 @pytest.mark.parametrize("code", [400, 401, 404, 422, 500])
@@ -335,21 +342,6 @@ def test_every_call_has_a_key_of_its_own(moody):
 
     asyncio.run(play())
     assert len({body["key"] for body in server.bodies}) == 5
-
-
-def test_retries_wait_longer_each_time_and_as_long_as_asked(moody):
-    server = moody(503, 503, **{"Retry-After": "0.3"})
-    asyncio.run(ToolClient(server.url, backoff=0.01).call("x", {}))
-    gaps = [later - before for before, later in zip(server.times, server.times[1:], strict=False)]
-    assert all(gap >= 0.29 for gap in gaps)
-
-
-def test_retries_count_against_the_limit(moody, tmp_path):
-    server = moody(503, 503)
-    limit = RateLimit(per_minute=600, burst=1, name="retries", folder=tmp_path)
-    start = time.monotonic()
-    asyncio.run(ToolClient(server.url, backoff=0.001, limit=limit).call("x", {}))
-    assert time.monotonic() - start >= 0.2
 
 
 def test_a_call_whose_time_is_up_is_reported(moody):
@@ -393,9 +385,6 @@ def test_a_closed_client_takes_no_calls_after_those_under_way(served):
     first, second = asyncio.run(play())
     assert first.ok
     assert (second.kind, second.ok) == ("unavailable", False)
-
-
-# ------------------------------------------------------------------------------------------------ the breaker
 
 
 def test_an_open_breaker_lets_one_try_at_a_time():
@@ -449,16 +438,3 @@ def test_the_pauses_of_a_breaker_grow_and_shrink_again():
     breaker.record_success()
     breaker.record_failure()
     assert breaker._next_probe - now[0] == 1.0
-
-
-def test_a_key_of_any_letters_opens(tmp_path):
-    served = Served(tmp_path, "--api-key", "ключ-ü")
-    try:
-        served.wait()
-        client = ToolClient(served.url, "ключ-ü")
-        (double,) = [each for each in client.tools() if each.name == "double"]
-        assert asyncio.run(double.run({"n": 21})).content == "42"
-        with pytest.raises(ConfigError, match="needs another API key"):
-            ToolClient(served.url, "ключ").tools()
-    finally:
-        served.stop()

@@ -1,7 +1,5 @@
 """Document tools: exact slices, searches that cannot be wrong, and an error in words for whatever goes wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -120,7 +118,7 @@ def found(keyword, **more):
     return answer
 
 
-def test_keywords_are_separated_by_commas_and_marked_where_found():
+def test_search_finds_keywords_phrases_and_at_most_twenty_chunks():
     answer = found("Mira, fox")
     assert answer["keywords"] == ["Mira", "fox"]
     marked = " ".join(text for hit in answer["retrieved_chunks"] for text in hit["highlights"])
@@ -128,23 +126,14 @@ def test_keywords_are_separated_by_commas_and_marked_where_found():
     assert "<em>fox</em>" in marked
     scores = [hit["relevance_score"] for hit in answer["retrieved_chunks"]]
     assert scores == sorted(scores, reverse=True)
-
-
-def test_words_of_one_keyword_stand_together():
     silver = {hit["chunk_id"] for hit in found("silver lamp")["retrieved_chunks"]}
     exact = {hit["chunk_id"] for hit in found('"silver lamp"')["retrieved_chunks"]}
     assert len(exact) == 1
     assert exact < silver  # 'lamp of silver' is near enough; in quotes it is not
     assert found('"lamp silver"')["message"] == "No matching content found."
-
-
-def test_and_wants_all_keywords_in_one_chunk():
     assert found("Mira, Oslo", mode="and")["retrieved_chunks"]
     assert found("village, Oslo", mode="and")["retrieved_chunks"] == []
     assert found("village, Oslo")["retrieved_chunks"]
-
-
-def test_at_most_twenty_are_shown_and_it_says_so():
     (_, answer) = run(
         (document_tools.build_index, {"chunk_size": 5}), (document_tools.search_engine, {"keyword": "the"})
     )

@@ -164,9 +164,6 @@ def test_every_known_charset_is_one_and_takes_its_bytes_once():
         assert time.thread_time() - start < 1, name
 
 
-# -------------------------------------------------------------------------------------------- addresses behind names
-
-
 def test_a_listed_name_of_this_machine_needs_leave(servers):
     Handler.requested.clear()
     for host in ("localhost", "127.0.0.1", "0.0.0.0"):

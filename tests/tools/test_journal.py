@@ -1,7 +1,5 @@
 """The journal of stateful calls where it cannot be written."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

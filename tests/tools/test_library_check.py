@@ -1,7 +1,5 @@
 """The tool that knows the answer says whether the model's is right."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -6,10 +6,24 @@ from arborl.tools.library.python import PythonSession, python, python_once
 from arborl.types import ToolCall
 
 
-def test_the_model_is_told_about_code_and_nothing_else():
+def test_calls_run_in_order_and_only_the_episode_keeps_variables():
     assert isinstance(python, TOOLS["python"])
     assert list(python.spec.parameters["properties"]) == ["code"]
     assert "Variables last from call to call" in python.spec.description
+
+    async def play() -> list[str]:
+        box = Toolbox([python])
+        async with ToolContext() as context:
+            calls = [ToolCall(str(n), "python", {"code": code}) for n, code in enumerate(("x = 1", "x += 1", "x"))]
+            return [result.content for result in await box.run(calls, context)]
+
+    assert asyncio.run(play())[-1] == "2"
+
+    async def play() -> list[str]:
+        async with ToolContext() as context:
+            return [(await python_once.run({"code": code}, context)).content for code in ("x = 1", "x")]
+
+    assert asyncio.run(play())[1].endswith("NameError: name 'x' is not defined")
 
 
 def test_variables_last_an_episode_and_no_longer():
@@ -28,24 +42,6 @@ def test_variables_last_an_episode_and_no_longer():
     assert asyncio.run(play())[:2] == ["(no output)", "hi\n42"]
     for content in asyncio.run(play())[2:]:
         assert content.endswith("NameError: name 'x' is not defined")
-
-
-def test_the_calls_of_one_turn_run_in_the_order_written():
-    async def play() -> list[str]:
-        box = Toolbox([python])
-        async with ToolContext() as context:
-            calls = [ToolCall(str(n), "python", {"code": code}) for n, code in enumerate(("x = 1", "x += 1", "x"))]
-            return [result.content for result in await box.run(calls, context)]
-
-    assert asyncio.run(play())[-1] == "2"
-
-
-def test_once_begins_anew_each_time():
-    async def play() -> list[str]:
-        async with ToolContext() as context:
-            return [(await python_once.run({"code": code}, context)).content for code in ("x = 1", "x")]
-
-    assert asyncio.run(play())[1].endswith("NameError: name 'x' is not defined")
 
 
 def test_passing_a_limit_is_said_and_the_next_call_begins_anew():

@@ -33,7 +33,7 @@ def config(folder: Path, tools: list, replies: list[str], **more) -> Path:
     (folder / "rows.json").write_text(json.dumps(rows))
     tree = {
         "data": str(folder / "rows.json"), "agent": {"name": "tool", "args": {"max_tool_rounds": 1}}, "tools": tools,
-        "rewards": ["equal"], "engine": {"name": "scripted", "replies": replies}, "trainer": {"steps": 2},
+        "rewards": ["equal"], "engine": {"name": "scripted", "args": {"replies": replies}}, "trainer": {"steps": 2},
         "rollout": {"tasks_per_step": 1, "group_size": 2}, "evaluation": {"tasks": 0},
         "track": {"tensorboard": False, "gifs": 0}, "output_dir": str(folder / "run"), **more,
     }  # fmt: skip
@@ -197,7 +197,7 @@ def test_what_is_not_there_is_one_line_before_anything_is_written(tmp_path, entr
     assert not (tmp_path / "run").exists()
 
 
-def test_a_tool_that_a_server_has_not_got_is_one_line_and_its_process_is_ended(tmp_path):
+def test_mistakes_end_the_processes_that_were_started_for_the_tools(tmp_path):
     command = stubborn(tmp_path, "gentle-mark-of-a-missing-tool")
     outcome = train(config(tmp_path, [{"mcp": {"command": command}, "tools": ["eco"]}], ["x"]))
     assert outcome.exit_code == 2, outcome.output
@@ -205,9 +205,6 @@ def test_a_tool_that_a_server_has_not_got_is_one_line_and_its_process_is_ended(t
     assert outcome.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
     assert gone(command[-1])
-
-
-def test_a_mistake_elsewhere_ends_what_was_started_for_the_tools(tmp_path):
     command = stubborn(tmp_path, "gentle-mark-of-another-mistake")
     outcome = train(config(tmp_path, [{"mcp": {"command": command}}], ["x"], rewards=["equl"]))
     assert outcome.exit_code == 2, outcome.output

@@ -90,7 +90,15 @@ def post(http, path: str, **body):
     return http.post(path, json=body)
 
 
-# ------------------------------------------------------------------------------------------------ what it answers
+def called(*bodies, **options) -> list[httpx.Response]:
+    """The answers to these calls, one after another; a body in bytes is sent as it is."""
+
+    async def play(http, desk):
+        head = {"Content-Type": "application/json"}
+        data = [body if isinstance(body, bytes) else json.dumps(body).encode() for body in bodies]
+        return [await http.post("/call", content=each, headers=head) for each in data]
+
+    return serving(play, **options)
 
 
 def test_it_describes_its_tools():
@@ -105,18 +113,15 @@ def test_it_describes_its_tools():
 
 
 def test_it_answers_calls_good_and_bad():
-    async def play(http, desk):
-        calls = [
-            {"name": "calculator", "arguments": {"expression": "6*7"}},
-            {"name": "calculater", "arguments": {}},
-            {"name": "calculator", "arguments": {"expresion": "1"}},
-            {"name": "calculator", "arguments": {"expression": "1/0"}},
-            {"name": "check", "arguments": {"guess": "a"}, "fields": {"answer": "a"}},
-            {"name": "check", "arguments": {"guess": "a"}},
-        ]
-        return [(await post(http, "/call", **call)).json() for call in calls]
-
-    answers = serving(play)
+    calls = [
+        {"name": "calculator", "arguments": {"expression": "6*7"}},
+        {"name": "calculater", "arguments": {}},
+        {"name": "calculator", "arguments": {"expresion": "1"}},
+        {"name": "calculator", "arguments": {"expression": "1/0"}},
+        {"name": "check", "arguments": {"guess": "a"}, "fields": {"answer": "a"}},
+        {"name": "check", "arguments": {"guess": "a"}},
+    ]
+    answers = [answer.json() for answer in called(*calls)]
     assert answers[0]["content"] == "42"
     assert [answer["kind"] for answer in answers] == ["ok", "unknown_tool", "arguments", "exception", "ok", "exception"]
     assert answers[4]["content"] == "true"
@@ -158,9 +163,6 @@ def test_health_and_metrics_tell_how_it_stands():
     assert 'arborl_tool_hanging{tool="calculator"} 0.0' in metrics
 
 
-# ------------------------------------------------------------------------------------------------ who may ask
-
-
 @pytest.mark.parametrize("headers", [{}, {"X-API-Key": "wrong"}, {"Authorization": "Bearer secreT"}, {"X-API-Key": ""}])
 def test_without_the_right_key_nothing_is_run(headers):
     async def play(http, desk):
@@ -179,10 +181,8 @@ def test_without_the_right_key_nothing_is_run(headers):
 
 @pytest.mark.parametrize("headers", [{"X-API-Key": "secret"}, {"Authorization": "Bearer secret"}])
 def test_the_right_key_opens(headers):
-    async def play(http, desk):
-        return (await post(http, "/call", name="nap", arguments={"seconds": 0})).json()
-
-    assert serving(play, "secret", headers)["content"] == "slept"
+    (answer,) = called({"name": "nap", "arguments": {"seconds": 0}}, api_key="secret", headers=headers)
+    assert answer.json()["content"] == "slept"
 
 
 def test_an_empty_key_is_refused_when_the_server_is_made():
@@ -202,9 +202,7 @@ def test_a_key_may_have_any_letters():
     key = "schlüssel-ключ-鍵"
 
     async def play(http, desk):
-        answers = [
-            await http.get("/tools", headers=headers) for headers in (bearer_header(key), bearer_header("schlüssel"))
-        ]
+        answers = [await http.get("/tools", headers=one) for one in (bearer_header(key), bearer_header("schlüssel"))]
         answers.append(await http.get("/tools", headers={"X-API-Key": key.encode()}))
         return [answer.status_code for answer in answers]
 
@@ -240,9 +238,6 @@ def test_with_a_key_any_name_will_do():
         return (await http.get("/tools", headers={"Host": "tools.example", "X-API-Key": "secret"})).status_code
 
     assert serving(play, "secret") == 200
-
-
-# ------------------------------------------------------------------------------------------------ its own limits
 
 
 def test_a_slow_tool_holds_up_only_itself():
@@ -342,16 +337,9 @@ def test_a_body_that_is_too_large_is_refused():
     ],
 )
 def test_whatever_is_sent_is_answered_without_a_crash(body):
-    async def play(http, desk):
-        answer = await http.post("/call", content=body, headers={"Content-Type": "application/json"})
-        return answer.status_code, answer.json()
-
-    code, received = serving(play)
-    assert code in (200, 400, 422)
-    json.dumps(received)
-
-
-# ------------------------------------------------------------------------------------------------ once, and in turn
+    (answer,) = called(body)
+    assert answer.status_code in (200, 400, 422)
+    json.dumps(answer.json())
 
 
 def test_a_call_sent_twice_is_run_once():
@@ -413,11 +401,7 @@ def test_a_file_that_is_no_journal_is_one_sentence(tmp_path):
 
 
 def test_arguments_that_nest_too_deep_are_no_request():
-    async def play(http, desk):
-        body = '{"name": "nap", "key": "k", "arguments": {"seconds": ' + "[" * 500 + "]" * 500 + "}}"
-        return await http.post("/call", content=body, headers={"Content-Type": "application/json"})
-
-    answer = serving(play)
+    (answer,) = called(b'{"name": "nap", "key": "k", "arguments": {"seconds": ' + b"[" * 500 + b"]" * 500 + b"}}")
     assert answer.status_code == 422
     assert "nested more than" in answer.json()["detail"]
 
@@ -433,36 +417,29 @@ MANY = {
 
 @pytest.mark.parametrize("body", MANY.values(), ids=MANY)
 def test_a_body_of_many_values_is_refused_before_it_is_parsed(body):
-    async def play(http, desk):
-        text = '{"name": "nap", ' + body + "}"
-        assert 1_700_000 < len(text) < 2**21
-        before = time.process_time()
-        answer = await http.post("/call", content=text, headers={"Content-Type": "application/json"})
-        return answer, time.process_time() - before
-
-    answer, seconds = serving(play)
+    text = ('{"name": "nap", ' + body + "}").encode()
+    assert 1_700_000 < len(text) < 2**21
+    before = time.process_time()
+    (answer,) = called(text)
     assert answer.status_code == 422
     assert answer.json()["detail"].startswith("body: the JSON has more than 65,536 ")
-    assert seconds < 1.0  # of processor time; parsed and checked, most of these took several
+    assert time.process_time() - before < 1.0  # parsed and checked, most of these took several seconds
 
 
 def test_arguments_have_fewer_values_than_fields():
-    async def play(http, desk):
-        many = [1] * 20_000
-        refused = await post(http, "/call", name="nap", arguments={"seconds": many})
-        return refused, await post(http, "/call", name="nap", arguments={"seconds": 0}, fields={"document": many})
-
-    refused, answered = serving(play)
+    many = [1] * 20_000
+    refused, answered = called(
+        {"name": "nap", "arguments": {"seconds": many}},
+        {"name": "nap", "arguments": {"seconds": 0}, "fields": {"document": many}},
+    )
     assert refused.status_code == 422
     assert "more than 8,192 values and keys" in refused.json()["detail"]
     assert answered.json()["ok"]
 
 
 def test_an_error_names_some_of_many_wrong_arguments():
-    async def play(http, desk):
-        return await post(http, "/call", name="nap", arguments={f"a{n}": 1 for n in range(1000)})
-
-    content = serving(play).json()["content"]
+    (answer,) = called({"name": "nap", "arguments": {f"a{n}": 1 for n in range(1000)}})
+    content = answer.json()["content"]
     assert "argument 'a0' is unknown" in content
     assert "and 993 more" in content
     assert len(content) < 1000
@@ -561,9 +538,6 @@ def test_a_server_that_is_about_to_stop_takes_no_more_and_finishes_what_it_has()
         return (await running).json()["content"], refused.status_code, health
 
     assert serving(play, drain=False) == ("slept", 503, "draining")
-
-
-# ------------------------------------------------------------------------------------------------ limits for others
 
 
 def test_it_grants_a_rate_limit_to_all_who_ask_by_its_name(tmp_path, monkeypatch):

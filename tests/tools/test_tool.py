@@ -59,12 +59,16 @@ def test_the_schema_comes_from_the_signature_and_the_docstring():
     assert list(spec.parameters) == ["type", "properties", "required"]
 
 
-def test_a_tool_is_still_the_function():
+def test_arguments_arrive_converted_and_a_tool_is_still_its_function():
     assert search("cats", 1) == "cats|1|new|None|None|False|None"
     assert search.__name__ == "search"
+    result = run(search, {"query": "cats", "limit": "2", "tags": ["a"]})
+    assert result.ok
+    assert result.kind == "ok"
+    assert result.content == "cats|2|new|['a']|None|False|None"
 
 
-def test_a_tool_can_be_named_and_described_by_hand():
+def test_signatures_are_described_and_parameters_need_a_name():
     @tool(name="look", description="Look it up.", max_chars=5)
     def anything(what):
         return what
@@ -72,12 +76,22 @@ def test_a_tool_can_be_named_and_described_by_hand():
     assert (anything.spec.name, anything.spec.description) == ("look", "Look it up.")
     assert anything.spec.parameters == {"type": "object", "properties": {"what": {}}, "required": ["what"]}
 
+    @tool
+    def f(x: int | list[int]):
+        return x
 
-def test_arguments_arrive_converted_and_defaults_apply():
-    result = run(search, {"query": "cats", "limit": "2", "tags": ["a"]})
-    assert result.ok
-    assert result.kind == "ok"
-    assert result.content == "cats|2|new|['a']|None|False|None"
+    assert "argument 'x' should be integer or array of integer" in run(f, {"x": "no"}).content
+
+    @tool
+    def f(json: str, copy: int, model_config: bool, _private: str = "p"):
+        return [json, copy, model_config, _private]
+
+    assert run(f, {"json": "j", "copy": 1, "model_config": True}).content == '["j", 1, true, "p"]'
+    with pytest.raises(TypeError, match=r"tool 'f': parameter '\*args: str'"):
+
+        @tool
+        def f(*args: str):
+            return args
 
 
 @pytest.mark.parametrize(
@@ -99,31 +113,7 @@ def test_wrong_arguments_are_an_answer_the_model_can_act_on(arguments, says):
     assert says in result.content
 
 
-def test_a_union_is_named_as_a_whole():
-    @tool
-    def f(x: int | list[int]):
-        return x
-
-    assert "argument 'x' should be integer or array of integer" in run(f, {"x": "no"}).content
-
-
-def test_names_that_mean_something_to_pydantic_are_names_like_any_other():
-    @tool
-    def f(json: str, copy: int, model_config: bool, _private: str = "p"):
-        return [json, copy, model_config, _private]
-
-    assert run(f, {"json": "j", "copy": 1, "model_config": True}).content == '["j", 1, true, "p"]'
-
-
-def test_parameters_without_a_name_are_refused_when_the_tool_is_made():
-    with pytest.raises(TypeError, match=r"tool 'f': parameter '\*args: str'"):
-
-        @tool
-        def f(*args: str):
-            return args
-
-
-def test_an_exception_is_an_answer():
+def test_exceptions_timeouts_and_long_output_are_results():
     @tool
     def broken(x: int):
         return x // 0
@@ -131,6 +121,20 @@ def test_an_exception_is_an_answer():
     result = run(broken, {"x": 1})
     assert (result.ok, result.kind) == (False, "exception")
     assert result.content.startswith("broken: ZeroDivisionError: ")
+
+    @tool(timeout=0.05)
+    async def waits(seconds: float):
+        await asyncio.sleep(seconds)
+        return {"slept": seconds}
+
+    assert run(waits, {"seconds": 0}).content == '{"slept": 0.0}'
+    assert run(waits, {"seconds": 5}).kind == "timeout"
+
+    @tool(max_chars=10)
+    def long():
+        return "x" * 5130
+
+    assert run(long, {}).content == "x" * 10 + "… [cut: 5,120 more characters]"
 
 
 @pytest.mark.parametrize("raised", [SystemExit(1), StopIteration(), KeyboardInterrupt()])
@@ -160,24 +164,6 @@ def test_a_plain_tool_that_hangs_is_left_behind_and_holds_up_nobody():
     assert {result.kind for result in hung} == {"timeout"}
     assert "took longer than 0.05 s" in hung[0].content
     assert last.content == "here"
-
-
-def test_an_async_tool_is_awaited_under_the_same_limits():
-    @tool(timeout=0.05)
-    async def waits(seconds: float):
-        await asyncio.sleep(seconds)
-        return {"slept": seconds}
-
-    assert run(waits, {"seconds": 0}).content == '{"slept": 0.0}'
-    assert run(waits, {"seconds": 5}).kind == "timeout"
-
-
-def test_long_output_is_cut_where_the_model_can_see_it():
-    @tool(max_chars=10)
-    def long():
-        return "x" * 5130
-
-    assert run(long, {}).content == "x" * 10 + "… [cut: 5,120 more characters]"
 
 
 @given(st.text())

@@ -20,16 +20,12 @@ from arborl.config.run_config import RunConfig
 from arborl.config.tool_config import ToolConfig
 from arborl.errors import ConfigError
 from arborl.tools import TOOLS, RateLimit, Toolbox, tool
-from arborl.tools.core.call_policy import CallPolicy, LimitedTool
-from arborl.tools.tool_loader import ToolLoader
+from arborl.tools.tool_loader import CallPolicy, LimitedTool, ToolLoader
 from arborl.types import ToolCall, ToolResult, ToolSpec
 
 WHOLE = """[calculator, {server: 'http://h:1', tools: [a], limit: {per_minute: 60, burst: 5}, concurrency: 8,
 timeout: 30, api_key_env: NAME}, {mcp: {command: [a, b], env: {X: 1}, timeout: 3}}, {mcp: {url: 'http://x/mcp'},
 prefix: x_}, {python: {wall_seconds: 3, limit: {per_minute: 3}}}, {search: {corpus: x}, retries: 2}]"""
-
-
-# ------------------------------------------------------------------------------------------------ what is written
 
 
 def test_every_form_of_an_entry_is_read_from_a_command_line_and_read_back_from_a_file(tmp_path):
@@ -52,10 +48,14 @@ def test_every_form_of_an_entry_is_read_from_a_command_line_and_read_back_from_a
     assert to_plain(config)["tools"][3] == {"mcp": {"url": "http://x/mcp"}, "prefix": "x_"}
 
 
-def test_an_entry_of_a_file_can_be_changed_on_the_command_line(tmp_path):
+def test_entries_of_a_file_can_be_changed_and_hide_keys(tmp_path):
     (tmp_path / "run.yaml").write_text("agent: tool\ntools: [calculator, {search: {corpus: x}}]")
     config = load(tmp_path / "run.yaml", ["tools.0.timeout=3", "tools.1.search.corpus=y"])
     assert (config.tools[0].timeout, config.tools[1].args) == (3, {"corpus": "y"})
+    with pytest.raises(ConfigError) as error:
+        from_kwargs(agent="tool", tools=[{"server": "http://h", "api_key_env": "sk-very-secret"}])
+    assert "write the NAME of an environment variable" in str(error.value)
+    assert "secret" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -83,14 +83,7 @@ def test_a_mistake_in_an_entry_says_where_and_what_to_write(entry, received):
     assert received in str(error.value)
 
 
-def test_a_key_written_in_place_of_its_variable_is_not_repeated():
-    with pytest.raises(ConfigError) as error:
-        from_kwargs(agent="tool", tools=[{"server": "http://h", "api_key_env": "sk-very-secret"}])
-    assert "write the NAME of an environment variable" in str(error.value)
-    assert "secret" not in str(error.value)
-
-
-def test_variables_of_other_systems_are_said_to_do_nothing(monkeypatch, caplog):
+def test_foreign_variables_have_no_effect_and_nothing_starts_unless_connected(monkeypatch, caplog, tmp_path):
     from arborl.training_run.part_factory import RunPartFactory
 
     monkeypatch.setenv("RATE_LIMIT_PER_MINUTE", "60000")
@@ -98,16 +91,10 @@ def test_variables_of_other_systems_are_said_to_do_nothing(monkeypatch, caplog):
     workshop.tools()
     assert "the environment variable RATE_LIMIT_PER_MINUTE has no effect" in caplog.text
     assert "limit: {per_minute: N}" in caplog.text
-
-
-def test_without_being_told_to_connect_nothing_is_started(tmp_path):
     opened = ToolLoader(TOOLS.__getitem__, connect=False)
     assert opened.load(ToolConfig(mcp={"command": stubborn(tmp_path, "mark-of-none")}), "tools.0") == []
     assert opened.load(ToolConfig(server="http://127.0.0.1:1"), "tools.1") == []
     assert not marked("mark-of-none")
-
-
-# ------------------------------------------------------------------------------------------------ bounds
 
 
 def opened(entry, function) -> list:
@@ -222,9 +209,6 @@ def test_python_has_the_limits_that_are_written_beside_it():
         ToolLoader(TOOLS.__getitem__).load(validate(ToolConfig, {"python": {"wal_seconds": 1}}), "tools.0")
 
 
-# ------------------------------------------------------------------------------------------------ over processes
-
-
 @pytest.fixture
 def arrivals() -> Iterator[tuple[str, list[float]]]:
     """A tool server reduced to its times: its address, and when calls came."""
@@ -261,7 +245,7 @@ def arrivals() -> Iterator[tuple[str, list[float]]]:
 CALLER = """
 import asyncio, json, sys
 from arborl.config.tool_config import ToolConfig
-from arborl.tools.tool_loader import ToolLoader
+from arborl.tools.tool_loader import CallPolicy, LimitedTool, ToolLoader
 
 async def main():
     opened = ToolLoader({}.__getitem__)

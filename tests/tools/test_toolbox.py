@@ -61,20 +61,15 @@ def test_every_kind_of_bad_call_is_an_answer():
     assert not any(result.ok for result in results)
 
 
-def test_an_empty_toolbox_says_so():
+def test_a_toolbox_takes_functions_of_different_names():
     assert answers(Toolbox(), ToolCall("1", "double"))[0].content.endswith("There are no tools.")
 
-
-def test_a_plain_function_is_taken_as_a_tool():
     def triple(x: int) -> int:
         return 3 * x
 
     box = Toolbox([triple])
     assert box.specs[0].name == "triple"
     assert answers(box, ToolCall("1", "triple", {"x": 3}))[0].content == "9"
-
-
-def test_two_tools_of_one_name_are_refused():
     with pytest.raises(ConfigError, match="two tools have the name 'double'"):
         Toolbox([double, double])
 

@@ -30,10 +30,7 @@ def test_tools_are_made_with_their_arguments(tmp_path, monkeypatch):
         (["tools=[search]", "agent.tool_args.search.korpus=x"], r"agent.tool_args.search.korpus: unknown argument"),
         (["tools=[search]", "agent.tool_args.search.corpus=nowhere.jsonl"], "nowhere.jsonl: no corpus"),
         (["tools=[calculator]", "agent.tool_args.calculator.x=1"], "takes no arguments"),
-        (
-            ["tools=[calculator]", "agent.tool_args.search.corpus=x"],
-            r"no such tool here. Write tools=\[search\]",
-        ),
+        (["tools=[calculator]", "agent.tool_args.search.corpus=x"], r"no such tool here. Write tools=\[search\]"),
         (["tools=[calculater]"], "Did you mean 'calculator'"),
     ],
 )

@@ -1,7 +1,5 @@
 """Real servers of tools, each a process of its own."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -75,31 +75,25 @@ def test_everything_arrives_in_order_in_a_thread_of_its_own(tmp_path):
     assert whole.threads == {"tracker whole"}
 
 
-def test_one_that_breaks_even_by_ending_the_process_is_named_once_and_closed(caplog):
-    broken = Breaks()
-    aside = BackgroundTracker("broken", lambda: broken)
+def refuse():
+    raise OSError("no server")
+
+
+@pytest.mark.parametrize(
+    ("make", "cause"),
+    [(Breaks, "log: SystemExit: you are not logged in"), (refuse, "start: OSError: no server")],
+)
+def test_one_that_breaks_also_by_ending_the_process_is_reported_once_and_closed(make, cause, caplog):
+    made = []
+    aside = BackgroundTracker("broken", lambda: made.append(make()) or made[0])
     for step in range(5):
         aside.log({}, step)
     aside.thread.join(40)
     aside.log({}, 6)
     aside.close()
-    assert [row[0] for row in broken.told] == ["log", "close"]
-    assert [record.message for record in caplog.records] == [
-        "the tracker broken failed (log: SystemExit: you are not logged in) and is dropped; the run continues"
-    ]
-
-
-def test_one_that_cannot_even_be_made_is_named_once(caplog):
-    def make():
-        raise OSError("no server")
-
-    aside = BackgroundTracker("lost", make)
-    aside.thread.join(40)
-    aside.log({}, 1)
-    aside.close()
-    assert [record.message for record in caplog.records] == [
-        "the tracker lost failed (start: OSError: no server) and is dropped; the run continues"
-    ]
+    assert [[row[0] for row in one.told] for one in made] == [["log", "close"]] * len(made)
+    expected = f"the tracker broken failed ({cause}) and is dropped; the run continues"
+    assert [record.message for record in caplog.records] == [expected]
 
 
 def test_one_that_hangs_holds_up_neither_the_steps_nor_the_end(caplog):
@@ -138,7 +132,10 @@ def test_one_that_hangs_holds_up_neither_the_steps_nor_the_end(caplog):
             {"trackers": [{"name": "track_parts:Mine", "args": {"pth": "x"}}]},
             "track.trackers.0.args: .*'pth'.*Did you mean 'path'",
         ),
-        ({"wandb": {"project": "p", "mode": "online"}}, "no key of Weights & Biases.* track.wandb.mode=offline"),
+        (
+            {"trackers": [{"name": "wandb", "args": {"project": "p", "mode": "online"}}]},
+            "no key of Weights & Biases.* .mode: offline",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_made(settings, says, monkeypatch, tmp_path):
@@ -150,6 +147,6 @@ def test_what_is_wrong_is_said_before_anything_is_made(settings, says, monkeypat
 
 def test_a_missing_package_is_one_sentence_with_what_to_install(monkeypatch):
     monkeypatch.setattr("arborl.track.configured_trackers.find_spec", lambda name: None)
-    for settings, extra in (({"wandb": "p"}, "wandb"), ({"mlflow": "x"}, "mlflow")):
+    for settings, extra in (({"trackers": ["wandb"]}, "wandb"), ({"trackers": ["mlflow"]}, "mlflow")):
         with pytest.raises(ConfigError, match=rf"pip install 'arborl\[{extra}\]'"):
             make_trackers(from_kwargs(track=settings).track, {})

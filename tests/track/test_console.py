@@ -12,14 +12,9 @@ from arborl.track import Console, table_before_after
 from arborl.track.console import BLOCKS, span, sparkline, thousands
 
 METRICS = {
-    "reward/mean": 0.412,
-    "episode/success": 0.41,
-    "policy/entropy": 0.83,
-    "rollout/sampled_per_second": 4120.0,
-    "time/step": 2.1,
-    "episode/failed": 0.0,
-    "learner/grad_norm": 0.7,
-}
+    "reward/mean": 0.412, "episode/success": 0.41, "policy/entropy": 0.83, "rollout/sampled_per_second": 4120.0,
+    "time/step": 2.1, "episode/failed": 0.0, "learner/grad_norm": 0.7,
+}  # fmt: skip
 
 
 def piped():
@@ -57,31 +52,41 @@ def test_lines_of_a_run_are_aligned():
     ]
 
 
-def test_missing_and_not_finite_numbers_are_not_shown():
+EVALUATION = {"evaluation/tasks": 9.0, "evaluation/success": 0.5, "evaluation/failed": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("logged", "lines"),
+    [
+        ([(10, {"reward/mean": float("nan"), "time/step": 1.0})], ["step  10/10    1.0 s/step  left 0:00"]),
+        (
+            [(1, {"episode/count": 8.0, "episode/failed": 8.0, "time/step": 1.0})],
+            ["step   1/10  reward      –  success    –    1.0 s/step  failed 8  left 0:09"],
+        ),
+        (
+            [(0, EVALUATION), (1, {"time/step": 1.0} | EVALUATION)],
+            [
+                "step   0/10  held out, 9 tasks:  success 50.0%",
+                "step   1/10    1.0 s/step  left 0:09",
+                "step   1/10  held out, 9 tasks:  success 50.0%",
+            ],
+        ),
+    ],
+    ids=["not finite", "all episodes failed", "evaluations"],
+)
+def test_what_is_not_measured_is_left_out_or_a_dash_and_an_evaluation_is_a_line(logged, lines):
     rich = piped()
     with Console(10, [], console=rich, clock=lambda: 0.0) as console:
-        console.log({"reward/mean": float("nan"), "time/step": 1.0}, step=10)
-    assert rich.file.getvalue() == "step  10/10    1.0 s/step  left 0:00\n"
+        for step, metrics in logged:
+            console.log(metrics, step=step)
+    assert rich.file.getvalue().splitlines() == lines
 
 
-def test_failed_episodes_are_shown_only_when_there_are_any():
-    rich = piped()
-    with Console(10, [], console=rich) as console:
-        console.log(METRICS, step=0)
-        console.log({**METRICS, "episode/failed": 3.0}, step=1)
-    first, second = rich.file.getvalue().splitlines()
-    assert "failed" not in first
-    assert "failed 3" in second
-
-
-def test_a_resumed_run_goes_on_counting():
+def test_a_resumed_run_continues_counting_notes_stay_and_progress_does_not_reach_a_pipe():
     console = Console(60, [], start=40, console=piped())
     assert console.step == 40
     console.log({"time/step": 2.0}, step=41)
     assert (console.step, console.left) == (41, 38.0)
-
-
-def test_notes_stay_and_progress_does_not_reach_a_pipe():
     rich = piped()
     with Console(10, [], console=rich) as console:
         console.progress("evaluating 3/200")
@@ -97,16 +102,8 @@ def test_on_a_terminal_the_panel_shows_title_progress_numbers_and_curves():
         console.progress("rolling out 37/128")
         console._live.refresh()
     shown = plain(rich)
-    for part in (
-        "frozen-lake",
-        "seedling, grpo",
-        "step 8/60",
-        "left 1:49",
-        "0.875",
-        "4.1k tok/s",
-        "rolling out 37/128",
-    ):
-        assert part in shown
+    parts = ("frozen-lake", "seedling, grpo", "step 8/60", "left 1:49", "0.875", "4.1k tok/s", "rolling out 37/128")
+    assert all(part in shown for part in parts)
     assert BLOCKS in shown
 
 
@@ -180,27 +177,6 @@ def test_a_run_whose_episodes_all_failed_has_dashes_and_counts_in_its_table():
     assert ["tasks", "success", "reward", "failed"] in shown
     assert ["before", "20", "–", "–", "20"] in shown
     assert ["after", "–", "–", "–", "–"] in shown
-
-
-def test_a_step_whose_episodes_all_failed_has_no_reward_and_says_so():
-    rich = piped()
-    with Console(10, [], console=rich, clock=lambda: 0.0) as console:
-        console.log({"episode/count": 8.0, "episode/failed": 8.0, "time/step": 1.0}, step=1)
-    assert rich.file.getvalue() == "step   1/10  reward      –  success    –    1.0 s/step  failed 8  left 0:09\n"
-
-
-def test_an_evaluation_is_a_line_of_its_own_and_no_step():
-    rich = piped()
-    held_out = {"evaluation/tasks": 9.0, "evaluation/success": 0.5, "evaluation/failed": 0.0}
-    with Console(10, [], console=rich, clock=lambda: 0.0) as console:
-        console.log(held_out, step=0)
-        console.log({"time/step": 1.0} | held_out, step=1)
-        assert console.step == 1
-    assert rich.file.getvalue().splitlines() == [
-        "step   0/10  held out, 9 tasks:  success 50.0%",
-        "step   1/10    1.0 s/step  left 0:09",
-        "step   1/10  held out, 9 tasks:  success 50.0%",
-    ]
 
 
 def test_what_there_is_to_say_about_a_step_ends_its_line_and_stands_in_the_panel():

@@ -46,15 +46,18 @@ def followed(tmp_path_factory):
         "agent": {"name": "test_followed_run:keyed", "args": {"api_key": SECRET}},
         "tools": ["calculator", "track_parts:broken"],
         "rewards": ["equal"],
-        "engine": {"name": "scripted", "replies": [GOOD, BAD, "42"]},
+        "engine": {"name": "scripted", "args": {"replies": [GOOD, BAD, "42"]}},
         "rollout": {"tasks_per_step": 2, "group_size": 2},
         "evaluation": {"tasks": 2, "greedy": False},
         "trainer": {"steps": 2, "save_every": 1},
         "track": {
             "tensorboard": False,
             "gifs": 0,
-            "wandb": {"project": "lakes", "name": "one", "mode": "offline"},
-            "trackers": [{"name": "track_parts:Mine", "args": {"path": str(home / "own.txt")}}, "track_parts:Grumpy"],
+            "trackers": [
+                {"name": "wandb", "args": {"project": "lakes", "name": "one", "mode": "offline"}},
+                {"name": "track_parts:Mine", "args": {"path": str(home / "own.txt")}},
+                "track_parts:Grumpy",
+            ],
         },
         "output_dir": str(home / "run"),
     }

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
+from unittest.mock import MagicMock
 
 import pytest
 
-from arborl.config.training_config import MlflowConfig
-from arborl.track.mlflow_run import MlflowTracker
+from arborl.track.configured_trackers import MlflowTracker
 from arborl.track.tracker import RunStart
 from arborl.types import Episode, Message, Task, Turn
 
@@ -19,7 +19,7 @@ PLAYED = Episode("t#0", Task("t"), turns=[Turn(Message("assistant", "Left"))], r
 
 def follow(uri: str, folder, steps, done: int = 0) -> None:
     """One life of a run."""
-    tracker = MlflowTracker(MlflowConfig(uri=uri, experiment="lakes"))
+    tracker = MlflowTracker(uri, experiment="lakes")
     tracker.begin(RunStart("run-001", folder, CONFIG, done))
     for step in steps:
         tracker.log(
@@ -49,53 +49,25 @@ def test_numbers_parameters_and_artifacts_are_there_under_one_run_also_after_a_r
     assert listed == ["episodes/train-step-000001.jsonl", "episodes/train-step-000003.jsonl"]
 
 
-class Client:
-    """Keeps what MLflow's own client would send."""
-
-    made: list[str] = []
-    batches: list = []
-    texts: dict[str, str] = {}
-    states: list[str] = []
-
-    def __init__(self, uri):
-        self.uri = uri
-
-    def get_experiment_by_name(self, name):
-        return None
-
-    def create_experiment(self, name):
-        return "7"
-
-    def create_run(self, experiment, run_name):
-        self.made.append(run_name)
-        return SimpleNamespace(info=SimpleNamespace(run_id="r1"))
-
-    def update_run(self, run, status):
-        self.states.append(status)
-
-    def log_batch(self, run, metrics=(), params=()):
-        self.batches += [*metrics, *params]
-
-    def log_text(self, run, text, name):
-        self.texts[name] = text
-
-    def set_terminated(self, run, status):
-        self.states.append(status)
-
-
 def test_what_is_sent_is_by_step_and_a_resumed_run_makes_no_second_one(tmp_path, monkeypatch):
+    client = MagicMock()
+    client.get_experiment_by_name.return_value = None
+    client.create_run.return_value.info.run_id = "r1"
     mlflow, entities = ModuleType("mlflow"), ModuleType("mlflow.entities")
-    mlflow.MlflowClient = Client
+    mlflow.MlflowClient = lambda uri: client
     entities.Param, entities.Metric = (lambda *given: given), (lambda *given: given)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
     follow("http://server", tmp_path, [1, 2])
     follow("http://server", tmp_path, [3], done=2)
-    assert Client.made == ["run-001"]
-    assert Client.states == ["FINISHED", "RUNNING", "FINISHED"]
-    numbers = [sent for sent in Client.batches if len(sent) == 4]
-    assert [(name, value) for name, value, _, step in numbers if step == 3] == [
+    assert client.create_run.call_count == 1
+    changes = [call for call in client.mock_calls if call[0] in ("update_run", "set_terminated")]
+    assert [call.kwargs.get("status") or call.args[1] for call in changes] == ["FINISHED", "RUNNING", "FINISHED"]
+    batches = [call.kwargs for call in client.log_batch.call_args_list]
+    metrics = [metric for batch in batches for metric in batch.get("metrics", ())]
+    assert [(name, value) for name, value, _, step in metrics if step == 3] == [
         ("reward/mean", 0.3), ("learner/skipped", 0.0), ("learner/skipped.no_terms", 1.0),
     ]  # fmt: skip
-    assert ("rollout.group_size", "2") in Client.batches
-    assert json.loads(Client.texts["episodes/train-step-000001.jsonl"])["transcript"] == "assistant: Left"
+    assert ("rollout.group_size", "2") in [param for batch in batches for param in batch.get("params", ())]
+    texts = {call.args[2]: call.args[1] for call in client.log_text.call_args_list}
+    assert json.loads(texts["episodes/train-step-000001.jsonl"])["transcript"] == "assistant: Left"

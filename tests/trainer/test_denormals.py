@@ -7,7 +7,7 @@ import asyncio
 import torch
 
 from arborl.models.c_library import run_parallel
-from arborl.trainer.learner_thread import LearnerThread
+from arborl.trainer.trainer import LearnerThread
 
 MANY = torch.full((1_000_000,), 1e-39)
 """Enough that torch computes with several threads where it has them."""

@@ -119,7 +119,7 @@ RUNS = {
     "prompts_too_long": {"env": Yes(opening="word " * 400), "sampling.max_context": 100, "sampling.max_tokens": 8},
     "model_not_called": {"env": Yes(), "agent": silent},
     "no_tools": {"env": Yes(), "agent": "tool"},
-    "tools_fail": {"env": Yes(), "agent": "tool", "tools": [divide], "engine.replies": [CALL]},
+    "tools_fail": {"env": Yes(), "agent": "tool", "tools": [divide], "engine.args.replies": [CALL]},
     "filtered": {"env": Yes(), "rollout.group_filter": "varied"},
 }
 
@@ -127,7 +127,8 @@ RUNS = {
 @pytest.mark.parametrize("name", list(RUNS))
 def test_a_run_without_learning_reports_it_in_each_line_and_once_as_a_warning(name, tmp_path, capsys, caplog):
     small = {"rollout.tasks_per_step": 2, "rollout.group_size": 3, "evaluation.tasks": 0, "track.tensorboard": False,
-             "track.gifs": 0, "track.episodes": False, "threads": 1, "engine.replies": ["Yes.", "No."]}  # fmt: skip
+             "track.gifs": 0, "track.episodes": False, "threads": 1,
+             "engine.args.replies": ["Yes.", "No."]}  # fmt: skip
     done = arborl.run(steps=PATIENCE, engine="scripted", output_dir=tmp_path / "run", **small | RUNS[name])
     rule = next(rule for rule in STEP_RULES if rule.name == name)
     rows = list(read_metrics(done.folder / "metrics.jsonl"))

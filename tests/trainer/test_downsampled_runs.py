@@ -94,7 +94,7 @@ def test_the_sample_follows_from_the_seed_also_in_a_resumed_run(drawn, tmp_path)
     assert equal(weights, same)
 
 
-TRUST_REGION = ["algorithm=trpo", "algorithm.trust_region.cg_iterations=2", "algorithm.trust_region.backtracks=2"]
+TRUST_REGION = ["algorithm=trpo", "algorithm.args.cg_iterations=2", "algorithm.args.backtracks=2"]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ TRUST_REGION = ["algorithm=trpo", "algorithm.trust_region.cg_iterations=2", "alg
         pytest.param(["algorithm=grpo", "algorithm.kl.coef=0.1"], id="reference", marks=pytest.mark.slow),
         pytest.param(TRUST_REGION, id="trust region", marks=pytest.mark.slow),
         pytest.param(["algorithm.loss=decoupled_ppo"], id="proximal", marks=pytest.mark.slow),
-        pytest.param(["algorithm=gspo", "algorithm.sequence=call"], id="calls", marks=pytest.mark.slow),
+        pytest.param(["algorithm=gspo", "algorithm.args.sequence=call"], id="calls", marks=pytest.mark.slow),
         pytest.param(["algorithm=gigpo"], id="steps"),
     ],
 )
@@ -128,7 +128,7 @@ def test_the_settings_are_read_and_contradictions_refused():
         (["learner.max_samples_per_trajectory=0"], "max_samples_per_trajectory"),
         ([MOST, "learner.downsample_mode=first"], "downsample_mode"),
         ([MOST, "algorithm.loss=dpo"], "algorithm.loss=dpo, which is of whole episodes: leave it out."),
-        ([MOST, "algorithm=gspo"], "or write algorithm.sequence=call"),
+        ([MOST, "algorithm=gspo"], "or write algorithm.args.sequence=call"),
         ([MOST, "algorithm.by_source.x.loss=kto"], "algorithm.loss=kto"),
     ):
         with pytest.raises(ConfigError) as error:

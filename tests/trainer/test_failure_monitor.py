@@ -44,7 +44,7 @@ def run(folder, after=0, **more):
     Broken.count = 0
     settings = {
         "rollout.tasks_per_step": 2, "rollout.group_size": 3, "evaluation.tasks": 5, "track.tensorboard": False,
-        "track.gifs": 0, "threads": 1, "engine.replies": ["Yes.", "No."],
+        "track.gifs": 0, "threads": 1, "engine.args.replies": ["Yes.", "No."],
     }  # fmt: skip
     return arborl.run(env=Broken(after), steps=9, engine="scripted", output_dir=folder, **settings | more)
 
@@ -92,7 +92,7 @@ def test_failures_in_filtered_groups_stop_a_run(tmp_path):
 
 def test_the_command_line_prints_the_message_on_stderr_and_exits_with_1(tmp_path):
     Broken.count = 0
-    words = [f"env={__name__}:Broken", "engine=scripted", "engine.replies=[Yes]", f"output_dir={tmp_path / 'run'}"]
+    words = [f"env={__name__}:Broken", "engine=scripted", "engine.args.replies=[Yes]", f"output_dir={tmp_path / 'run'}"]
     small = ["evaluation.tasks=5", "track.tensorboard=false", "threads=1"]
     done = CliRunner().invoke(app, ["train", *words, *small])
     assert done.exit_code == 1, done.output

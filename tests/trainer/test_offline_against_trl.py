@@ -93,7 +93,7 @@ def ours(models, renderer, rows, name: str, beta: float):
     reader = OfflineRowReader("rows", kind=ROW_KINDS[name])
     tasks = [reader.task(row, f"row {number}") for number, row in enumerate(rows)]
     groups = OfflineEpisodes(renderer, 1024, with_mismatched=name == "kto").groups(tasks)
-    algorithm = Recipe(AlgorithmConfig(name=name, beta=beta), given=True)
+    algorithm = Recipe(AlgorithmConfig(name=name, args={"beta": beta}), given=True)
     policy = copy.deepcopy(models.policy)
     learner = Learner(policy, LearnerConfig(), Sampling(), algorithm.needs)
     learner.reference.load_state_dict(models.reference.state_dict())

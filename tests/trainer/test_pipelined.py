@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from small_runs import LAKE
 
 from arborl.config.load_config import load
 from arborl.engines.engine import PROBE_SESSION
@@ -19,17 +20,12 @@ from arborl.rollout.episode_store import EpisodeStore, episode_to_json
 from arborl.seeds import derive
 from arborl.track.jsonl import read_metrics
 from arborl.track.tracker import Trackers
-from arborl.trainer.learner_thread import LearnerThread
-from arborl.trainer.trainer import Trainer
+from arborl.trainer.trainer import LearnerThread, Trainer
 from arborl.trainer.training_batch import prepare_batch
 from arborl.training_run import train
 from arborl.training_run.build import build
 
-SMALL = [
-    "rollout.tasks_per_step=2", "rollout.group_size=3", "env.args.size=3", "env.args.max_steps=4", "threads=1",
-    "model.device=cpu", "algorithm.skip_zero_variance=false", "evaluation.tasks=0", "track.gifs=0",
-    "track.tensorboard=false", "trainer.save_every=1", "trainer.keep=10",
-]  # fmt: skip
+SMALL = [*LAKE, "evaluation.tasks=0", "trainer.save_every=1", "trainer.keep=10"]
 
 
 def make_trainer(parts, learner=None, hooks=()) -> Trainer:
@@ -111,7 +107,7 @@ def test_with_lag_staleness_is_bounded_and_a_resumed_run_trains_no_task_twice(tm
     assert any(row["batch/lag_mean"] > 0 for row in metrics)
 
 
-def test_the_event_loop_runs_while_the_learner_computes():
+async def test_the_event_loop_runs_while_the_learner_computes():
     parts = build(load(None, [*SMALL, "trainer.steps=1"]))
     ticks: list[float] = []
 
@@ -123,39 +119,32 @@ def test_the_event_loop_runs_while_the_learner_computes():
             time.sleep(0.3)  # holds this thread alone
             return parts.learner.update(*args)
 
-    async def ticking():
-        trainer = make_trainer(parts, Busy())
-        job = asyncio.ensure_future(trainer.fit())
-        while not job.done():
-            ticks.append(time.perf_counter())
-            await asyncio.sleep(0.01)
-        await job
-
-    asyncio.run(ticking())
+    trainer = make_trainer(parts, Busy())
+    job = asyncio.ensure_future(trainer.fit())
+    while not job.done():
+        ticks.append(time.perf_counter())
+        await asyncio.sleep(0.01)
+    await job
     learning = [ticks[i] for i in range(len(ticks) - 20) if ticks[i + 20] - ticks[i] < 0.5]
     assert learning  # twenty times in a row it came round, during the sleep too
 
 
-def test_a_cancelled_update_is_completed(tmp_path):
+async def test_a_cancelled_update_is_completed(tmp_path):
     parts = build(load(None, [*SMALL, "trainer.steps=3"]))
     trainer = make_trainer(parts)
     update, done = parts.learner.update, []
+    job = asyncio.ensure_future(trainer.fit())
 
-    async def stopped():
-        job = asyncio.ensure_future(trainer.fit())
+    def slow(*args):
+        asyncio_loop.call_soon_threadsafe(job.cancel)
+        time.sleep(0.1)
+        done.append(update(*args))
+        return done[-1]
 
-        def slow(*args):
-            asyncio_loop.call_soon_threadsafe(job.cancel)
-            time.sleep(0.1)
-            done.append(update(*args))
-            return done[-1]
-
-        asyncio_loop = asyncio.get_running_loop()
-        parts.learner.update = slow
-        with pytest.raises(asyncio.CancelledError):
-            await job
-
-    asyncio.run(stopped())
+    asyncio_loop = asyncio.get_running_loop()
+    parts.learner.update = slow
+    with pytest.raises(asyncio.CancelledError):
+        await job
     assert len(done) == trainer.step == 1
     assert trainer.state()["pipeline"] == {"next": 1, "sizes": {}, "left": []}
 
@@ -240,7 +229,7 @@ def test_learner_and_engine_share_the_threads_while_both_compute():
         (["rollout.max_lag=-1"], "rollout.max_lag"),
         (["rollout.max_lag=1", "deterministic=true"], "the composition of batches depends on time"),
         (["rollout.max_lag=1", "rollout.record=x.jsonl"], "a recording holds whole batches"),
-        (["engine.update=stop"], "engine.update"),
+        (["engine.args.update=stop"], "engine.args.update"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(setting, message):

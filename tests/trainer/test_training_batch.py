@@ -88,7 +88,7 @@ def test_finite_episodes_are_all_kept(tiny_llama):
 @pytest.mark.parametrize("critic", ["shared", "separate"])
 def test_a_truncated_episode_is_bootstrapped_with_the_value_of_the_next_position(tiny_llama, critic):
     """Siblings share their first tokens, one is the beginning of another, and two are the same to the last token."""
-    algorithm = make_algorithm(AlgorithmConfig(name="a2c", bootstrap=True))
+    algorithm = make_algorithm(AlgorithmConfig(name="a2c", args={"bootstrap": True}))
     learner = Learner(copy.deepcopy(tiny_llama), LearnerConfig(critic=critic), Sampling(), algorithm.needs)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -131,7 +131,7 @@ def test_a_non_finite_bootstrap_value_fails_the_episode(tiny_llama, caplog):
     with_completion(groups[1].episodes[0], tokens=(7, 9, RARE))  # read by nothing but what follows
     for one in groups[1].episodes:
         one.stop = StopReason.MAX_TURNS
-    _, terms, _ = credited_batch(model, groups, {"name": "a2c", "bootstrap": True})
+    _, terms, _ = credited_batch(model, groups, {"name": "a2c", "args": {"bootstrap": True}})
     assert "task-1/0 failed and is left out: critic" in caplog.text
     assert np.isfinite(terms.advantage).all()
     assert sum(episode.failure is not None for g in groups for episode in g.episodes) == 1

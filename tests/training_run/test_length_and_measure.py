@@ -22,7 +22,7 @@ from arborl.types import Episode, Failure, Group, Task
 
 ROWS, SHARE = 12, 0.2
 SMALL = [
-    "engine=scripted", "engine.replies=[Yes.,No.]", "rewards=[exact]", f"data.evaluation_share={SHARE}",
+    "engine=scripted", "engine.args.replies=[Yes.,No.]", "rewards=[exact]", f"data.evaluation_share={SHARE}",
     "rollout.group_size=2", "algorithm.skip_zero_variance=false", "evaluation.tasks=0", "track.tensorboard=false",
     "track.gifs=0", "threads=1", "model.device=cpu", "trainer.save_every=1", "trainer.keep=9", "sampling.max_tokens=8",
     "deterministic=true",
@@ -40,7 +40,7 @@ def rows(tmp_path_factory) -> Path:
 def passed(rows, tmp_path_factory) -> Path:
     """Two passes in batches of seven."""
     folder = tmp_path_factory.mktemp("epochs") / "run"
-    words = [f"data.path={rows}", "trainer.epochs=2", "rollout.tasks_per_step=7", "learner.warmup_ratio=0.5"]
+    words = [f"data.path={rows}", "trainer.epochs=2", "rollout.tasks_per_step=7", "learner.warmup=0.5"]
     train(load(None, [*SMALL, *words, f"output_dir={folder}"]))
     return folder
 
@@ -96,7 +96,7 @@ def test_passes_of_what_has_no_end_are_refused_and_those_of_sources_are_over_all
     assert build(load(None, both)).steps == one
     assert build(load(None, [*both, "data.sources.a.ratio=0"])).steps in (one // 2, one // 2 + 1)
     lake = ["data.sources.lake.env=frozen_lake", "data.sources.lake.ratio=1"]
-    with pytest.raises(ConfigError, match="tasks of lake have no end"):
+    with pytest.raises(ConfigError, match=r"trainer\.epochs=1: the source lake is endless"):
         build(load(None, [*both, *lake]))
 
 
@@ -115,7 +115,12 @@ def test_without_the_first_measurement_the_others_are_as_ever(rows, tmp_path):
 
 def test_evaluation_draws_as_it_is_told_and_else_as_training_does(rows):
     words = [f"data.path={rows}", "sampling.top_k=7", "sampling.temperature=0.5", "evaluation.tasks=2"]
-    own = ["evaluation.top_p=0.9", "evaluation.min_p=0.1", "evaluation.max_tokens=3", "evaluation.temperature=0.3"]
+    own = [
+        "evaluation.sampling.top_p=0.9",
+        "evaluation.sampling.min_p=0.1",
+        "evaluation.sampling.max_tokens=3",
+        "evaluation.sampling.temperature=0.3",
+    ]
     for more, expected in (([], (1.0, 7, 1.0, 0.0, 8)), (own, (0.3, 7, 0.9, 0.1, 3))):
         evaluator = build(load(None, [*SMALL, *words, *more])).evaluator
         seen = []
@@ -130,7 +135,7 @@ def test_evaluation_draws_as_it_is_told_and_else_as_training_does(rows):
         drawn = dataclasses.replace(evaluator.rollout.sampling, **seen[0])
         assert (drawn.temperature, drawn.top_k, drawn.top_p, drawn.min_p, drawn.max_tokens) == expected
     with pytest.raises(ConfigError, match=r"evaluation\.max_tokens=2000"):
-        load(None, ["evaluation.max_tokens=2000"])
+        load(None, ["evaluation.sampling.max_tokens=2000"])
 
 
 def test_many_failed_episodes_of_an_evaluation_are_warned_of(caplog):

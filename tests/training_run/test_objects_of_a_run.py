@@ -6,24 +6,20 @@ from pathlib import Path
 
 import parts_of_mine as mine
 import pytest
-from typer.testing import CliRunner
+from small_runs import invoke
 
 import arborl
-from arborl.cli.main import app
 from arborl.config.load_config import load
 from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.training_run.object_names import name_objects
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "1 + 2"}}</tool_call>'
 SMALL = {
-    "engine": {"name": "scripted", "replies": ["wrong"]}, "rollout.tasks_per_step": 2, "rollout.group_size": 2,
+    "engine": {"name": "scripted", "args": {"replies": ["wrong"]}}, "rollout.tasks_per_step": 2,
+    "rollout.group_size": 2,
     "evaluation.tasks": 4, "evaluation.greedy": False, "track.tensorboard": False, "track.gifs": 0, "steps": 1,
     "sampling.max_tokens": 64,
 }  # fmt: skip
-
-
-def invoke(*words: str):
-    return CliRunner().invoke(app, list(words))
 
 
 def nested():
@@ -60,7 +56,7 @@ def test_what_can_be_imported_again_is_called_by_its_path_and_the_command_line_e
 
 def test_a_tool_object_with_a_library_name_is_never_swapped_for_the_librarys(tmp_path):
     calculator, half, requested = nested()
-    more = SMALL | {"engine": {"name": "scripted", "replies": [CALL]}, "rollout.max_turns": 1}
+    more = SMALL | {"engine": {"name": "scripted", "args": {"replies": [CALL]}}, "rollout.max_turns": 1}
     done = arborl.run(
         data=[{"question": f"{n}?"} for n in range(40)], agent={"name": "tool", "args": {"max_tool_rounds": 1}},
         tools=[calculator], rewards=[half], output_dir=tmp_path / "run", **more,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_runs import LAKE
 
 import arborl
 from arborl.config.config_base import to_plain, validate
@@ -19,10 +20,14 @@ from arborl.training_run import train
 from arborl.training_run.resume import changes
 
 SMALL = [
-    "engine=scripted", "rollout.tasks_per_step=2", "rollout.group_size=3", "trainer.steps=2", "trainer.save_every=1",
-    "trainer.keep=9", "evaluation.tasks=1", "evaluation.greedy=false", "env.args.size=3", "env.args.max_steps=4",
-    "track.gifs=0", "track.tensorboard=false", "threads=1", "model.device=cpu", "algorithm.skip_zero_variance=false",
-]  # fmt: skip
+    *LAKE,
+    "engine=scripted",
+    "trainer.steps=2",
+    "trainer.save_every=1",
+    "trainer.keep=9",
+    "evaluation.tasks=1",
+    "evaluation.greedy=false",
+]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +66,7 @@ def test_another_rate_decay_and_betas_reach_the_optimiser_and_are_listed(run, ca
     assert "learner.lr: none -> 0.5" in output
     assert "learner.betas: [0.9, 0.95] -> [0.5, 0.6]" in output
     assert "trainer.steps: 2 -> 3" in output
-    assert "of the former settings" not in output
+    assert "has the former settings" not in output
 
 
 def test_the_moments_of_the_optimiser_are_still_those_of_the_checkpoint(run):
@@ -81,7 +86,7 @@ def test_the_former_configuration_and_summary_stay_beside_the_new_ones(run):
 
 def test_what_held_out_numbers_depend_on_is_said_to_have_changed(run, capsys):
     again(run, "trainer.steps=3", "env.args.size=4")
-    assert "numbers from before training are of the former settings" in capsys.readouterr().out
+    assert "evaluation before training has the former settings" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("settings", [(), ("learner.lr=0.5",), ("seed=9",)])
@@ -125,7 +130,7 @@ REFUSED = {
     "adapters": (["model.lora.rank=4"], "model.lora.rank=4"),
     "masters": (["learner.master=none"], "learner.master=none"),
     "a critic": (["algorithm=ppo", "~algorithm.skip_zero_variance"], "needs a critic of the kind shared"),
-    "a reference": (["algorithm.kl.coef=0.1"], "as a reference, which was not kept"),
+    "a reference": (["algorithm.kl.coef=0.1"], "reference model, which was not kept"),
     "the split": (["data.evaluation_share=0.2"], "training rows would become held-out rows"),
     "too few steps": (["trainer.steps=1"], "trainer.steps=1: 2 steps are done"),
 }  # fmt: skip
@@ -176,7 +181,7 @@ def test_a_state_of_another_shape_is_one_sentence(run, text):
 
 
 def test_a_configuration_in_json_is_read_back_equal():
-    config = load(None, ["name=a\\${b}", "env.args.size=3", "rewards=[env]", "track.render_save_dir=x/y"])
+    config = load(None, ["name=a\\${b}", "env.args.size=3", "rewards=[env]", "rollout.record=x/y"])
     assert list(changes(validate(RunConfig, json.loads(json.dumps(to_plain(config)))), config)) == []
 
 

@@ -114,15 +114,15 @@ REACHES = {
         "connect to http://e:1 and use the environment variable HF_TOKEN",
     "rewards: [{name: composite, args: {rewards: [{judge: {model: m, base_url: 'http://e:1'}}]}}]":
         "connect to http://e:1",
-    "engine: {name: http, urls: ['http://e:1'], api_key_env: HF_TOKEN}":
+    "engine: {name: http, args: {urls: ['http://e:1'], api_key_env: HF_TOKEN}}":
         "connect to http://e:1 and use the environment variable HF_TOKEN",
-    "algorithm: {name: distill, teacher: 'http://e:1/v1?model=m'}": "connect to http://e:1/v1?model=m",
-    "track.mlflow: {uri: 'http://e:1'}": "connect to http://e:1",
-    "track.wandb: {project: p, entity: them}": "log to p and log to them",
+    "algorithm: {name: distill, args: {teacher: 'http://e:1/v1?model=m'}}": "connect to http://e:1/v1?model=m",
+    "track.trackers: [{name: mlflow, args: {uri: 'http://e:1'}}]": "log to mlflow and connect to http://e:1",
+    "track.trackers: [{name: wandb, args: {project: p, entity: them}}]": "log to wandb and log to p and log to them",
     "env: {name: openenv, args: {url: 'http://e:1'}}": "connect to http://e:1",
     "placement: {name: ray, engines: 2, address: 'e:6379'}": "connect to e:6379",
     "tools: [{fetch: {allow: [e.org]}}]\nagent: tool": "connect to e.org",
-    "engine: {name: vllm, python: ./evil}": "start ./evil",
+    "engine: {name: vllm, args: {python: ./evil}}": "start ./evil",
     "engine: {name: vllm, args: {worker_cls: evil.Worker}}": "start vLLM with worker_cls evil.Worker",
     "sandbox: {allow_unsafe: true}": "run code of the model without a sandbox",
     "rollout: {record: /home/me/.profile}": "write to /home/me/.profile",
@@ -147,10 +147,12 @@ def test_addresses_programs_and_keys_of_a_strangers_configuration_need_trust_and
 def test_what_the_user_writes_on_the_command_line_needs_no_trust(stranger, monkeypatch):
     monkeypatch.setenv("MINE", "key")
     (stranger / "config.yaml").write_text("env: frozen_lake\n")
-    load_run_config(stranger / "config.yaml", ["engine=http", "engine.urls=[http://mine:1]", "engine.api_key_env=MINE"])
+    load_run_config(
+        stranger / "config.yaml", ["engine=http", "engine.args.urls=[http://mine:1]", "engine.args.api_key_env=MINE"]
+    )
     load_run_config(stranger / "config.yaml", ["name=${oc.env:MINE}"])
-    text = "engine: {name: http, urls: ['http://e:1']}"
-    assert "connect to http://e:1" in refused(stranger, text, "engine.model=http://e:12")
+    text = "engine: {name: http, args: {urls: ['http://e:1']}}"
+    assert "connect to http://e:1" in refused(stranger, text, "engine.args.model=http://e:12")
     assert "import and run evil:Env" in refused(stranger, "env: evil:Env", "env.args.x=evil:Env")
 
 
@@ -165,13 +167,13 @@ def test_settings_inside_a_strangers_checkpoint_are_not_imported(stranger):
     start = ResumePoint(
         stranger / "checkpoints" / "step-000001", {"step": 1}, before, tuple(changes(before, RunConfig()))
     )
-    with pytest.raises(ConfigError, match="made with evil:loss, which is not imported"):
+    with pytest.raises(ConfigError, match="made with evil:loss, not imported"):
         check_changes(start, RunConfig(), 10)
     assert not (stranger / "ran").exists()
 
 
 def test_the_terminal_is_shown_no_control_characters(stranger):
-    output = refused(stranger, 'engine: {name: vllm, python: "\\e[2Jevil\\r"}')
+    output = refused(stranger, 'engine: {name: vllm, args: {python: "\\e[2Jevil\\r"}}')
     assert "\x1b" not in output
     assert "\r" not in output
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import parts_of_mine as mine
 import pytest
-from typer.testing import CliRunner
+from small_runs import invoke
 
 import arborl
-from arborl.cli.main import app
 from arborl.config.load_config import from_kwargs
 from arborl.config.trust import imported_parts, load_run_config
 from arborl.errors import ConfigError
@@ -19,13 +18,10 @@ from arborl.registry import load
 from arborl.training_run.run_folder import write_config
 
 SMALL = {
-    "engine": {"name": "scripted", "replies": ["Answer:yes"]}, "rollout.tasks_per_step": 2, "rollout.group_size": 2,
+    "engine": {"name": "scripted", "args": {"replies": ["Answer:yes"]}}, "rollout.tasks_per_step": 2,
+    "rollout.group_size": 2,
     "evaluation.tasks": 1, "evaluation.greedy": False, "track.tensorboard": False, "track.gifs": 0, "steps": 1,
 }  # fmt: skip
-
-
-def invoke(*words: str):
-    return CliRunner().invoke(app, list(words))
 
 
 @pytest.fixture
@@ -81,7 +77,7 @@ def test_every_place_that_may_import_is_seen():
         agent={"name": "a.b:Agent", "tool_format": "f:Parser", "tool_args": {"t:Tool": {"x": "in.args:Tool"}}},
         tools=["t:Tool"], rewards=["env", {"name": "r:reward", "args": {"of": ["deep.er:one"]}}],
         data={"sources": {"s": {"rows": {"name": "d:rows", "args": {}}, "env": "e:Env"}}, "agents": {"n": "n:Named"}},
-        engine={"name": "scripted", "replies": ["Answer:yes"]}, name="my:run",
+        engine={"name": "scripted", "args": {"replies": ["Answer:yes"]}}, name="my:run",
         **{"rollout.group_filter": "g:keep", "sampling.stop": ["Stop:now"], "sampling.max_tokens": 8},
     )  # fmt: skip
     wanted = {
@@ -148,7 +144,12 @@ def test_ones_own_parts_may_be_called_and_made_as_they_like(tmp_path, monkeypatc
 
 def test_a_tracker_that_a_folder_names_is_code_and_what_a_service_is_told_is_not():
     given = from_kwargs(
-        track={"trackers": ["their.module:Tracker"], "wandb": {"project": "team:lakes", "mode": "offline"}}
+        track={
+            "trackers": [
+                "their.module:Tracker",
+                {"name": "wandb", "args": {"project": "team:lakes", "mode": "offline"}},
+            ]
+        }
     )
     assert list(imported_parts(given)) == ["their.module:Tracker"]
 

@@ -53,22 +53,15 @@ def test_a_replay_says_the_recorded_words_to_a_fresh_environment():
     assert [frame.picture.getpixel((0, 0))[0] for frame in frames] == [0, 10, 20]
 
 
-def test_the_last_frame_shows_the_reward_that_is_learned_from_and_what_it_is_made_of():
-    played = episode("Left", "Down")
-    played.rewards = {"env": 1.0, "brevity": 0.25}
-    notes = [frame.note for frame in asyncio.run(replay(Counter(), played))]
-    assert notes[-2:] == ["environment so far 0.50", "reward 1.25 (env 1, brevity 0.25)"]
-
-
-def test_a_turn_shows_all_that_the_model_said_in_it_without_its_tokenizer():
-    def call(words):
-        return Call(
-            (1,), Completion((2,), (-1.0,), FinishReason.STOP), 0, reply=Message("assistant", words, sampled=True)
-        )
-
+def test_a_turn_has_the_text_of_all_its_calls_and_the_last_frame_the_reward_and_its_parts():
     played = episode("42")
-    played.calls = [call("calc(6*7)"), call("42")]
-    assert [frame.caption for frame in asyncio.run(replay(Counter(), played))] == ["", "calc(6*7)\n42"]
+    played.rewards = {"env": 1.0, "brevity": 0.25}
+    completion = Completion((2,), (-1.0,), FinishReason.STOP)
+    replies = [Message("assistant", text, sampled=True) for text in ("calc(6*7)", "42")]
+    played.calls = [Call((1,), completion, 0, reply=reply) for reply in replies]
+    first, last = asyncio.run(replay(Counter(), played))
+    assert (first.caption, last.caption) == ("", "calc(6*7)\n42")
+    assert (first.note, last.note) == ("environment so far 0.00", "reward 1.25 (env 1, brevity 0.25)")
 
 
 def recorded_on_slippery_ice():
@@ -85,21 +78,21 @@ def recorded_on_slippery_ice():
     return episode
 
 
-def test_a_replay_slips_where_the_recorded_player_slipped(caplog):
+def test_a_replay_equals_the_record_also_on_slippery_ice_and_another_environment_is_a_warning(caplog):
     episode = recorded_on_slippery_ice()
     env = FrozenLake(slippery=True)
     frames = asyncio.run(replay(env, episode))
     assert len(frames) == len(episode.turns) + 1
     assert episode.turns[-1].observation[0].content == env.render()
     assert caplog.text == ""
-
-
-def test_a_replay_in_another_world_warns(caplog):
-    asyncio.run(replay(FrozenLake(size=5), recorded_on_slippery_ice()))
+    asyncio.run(replay(FrozenLake(size=5), episode))
     assert "the replay of episode e differs from the record" in caplog.text
 
 
-def test_the_gif_has_one_frame_a_turn_and_one_for_the_start_and_rests_on_the_last(tmp_path):
+def test_the_gif_has_a_frame_for_the_start_and_for_each_turn_and_equal_frames_are_not_merged(tmp_path):
+    still = save_gif([Frame(Image.new("RGB", (64, 64)), "wait", "reward 0.00")] * 5, tmp_path / "still.gif")
+    with Image.open(still) as gif:
+        assert gif.n_frames == 5
     frames = asyncio.run(replay(Counter(), episode("Left", "Left", "Down")))
     path = save_gif(frames, tmp_path / "frames" / "e.gif", seconds=0.5, last_seconds=2.0)
     with Image.open(path) as gif:
@@ -108,13 +101,6 @@ def test_the_gif_has_one_frame_a_turn_and_one_for_the_start_and_rests_on_the_las
             gif.seek(index)
             durations.append(gif.info["duration"])
     assert durations == [500, 500, 500, 2000]
-
-
-def test_frames_of_a_standing_player_are_not_merged(tmp_path):
-    still = Image.new("RGB", (64, 64))
-    path = save_gif([Frame(still, "wait", "reward 0.00")] * 5, tmp_path / "e.gif")
-    with Image.open(path) as gif:
-        assert gif.n_frames == 5
 
 
 @pytest.mark.parametrize("size", [(1, 1), (50, 20), (192, 192), (2000, 900)])

@@ -9,8 +9,7 @@ from PIL import Image
 
 from arborl.types import Call, Completion, Episode, FinishReason, Task
 from arborl.view import context_length, plot_sources, write_report
-from arborl.view.context_length import edits_itself, lengths
-from arborl.view.curve import sources_of
+from arborl.view.curve import edits_itself, lengths, sources_of
 
 
 def episode(*prompts: int) -> Episode:

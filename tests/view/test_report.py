@@ -17,6 +17,7 @@ from arborl.view import Frame, save_gif, write_report
 from arborl.view.transcript import transcript
 from arborl.view.web.token_text import pieces
 
+pytestmark = pytest.mark.usefixtures("quick_figures")
 EVIL = "<script>alert('x')</script> & \"quoted\""
 VOID = {"meta", "img"}
 
@@ -102,27 +103,8 @@ def test_curve_and_replays_are_inside_the_page_and_nothing_is_loaded(run):
 @pytest.mark.parametrize("how", [None, decode])
 def test_words_of_tasks_models_and_errors_are_escaped(run, how):
     page = read(write_report(run, how))
-    assert {tag for tag, _ in page.tags} <= {
-        *(
-            "html",
-            "head",
-            "meta",
-            "title",
-            "style",
-            "body",
-            "h1",
-            "h2",
-            "h3",
-            "p",
-            "span",
-            "b",
-            "table",
-            "tr",
-            "th",
-            "td",
-        ),
-        *("img", "div", "figure", "figcaption", "details", "summary", "pre", "dl", "dt", "dd"),
-    }
+    tags = "html head meta title style body h1 h2 h3 p span b table tr th td img div figure figcaption details summary"
+    assert {tag for tag, _ in page.tags} <= {*tags.split(), "pre", "dl", "dt", "dd"}
     assert page.text.count(EVIL) >= 8
 
 
@@ -205,22 +187,14 @@ def test_failures_of_a_run_without_a_summary_are_those_of_its_last_episodes(run)
 
 def test_steps_in_which_nothing_was_learned_are_named_with_what_to_try(run):
     tracker = JsonlTracker(run / "metrics.jsonl")
-    flat = {
-        "episode/count": 8.0,
-        "episode/calls": 1.0,
-        "group/zero_variance": 1.0,
-        "learner/grad_norm": 0.0,
-        "learner/terms": 0.0,
-    }
+    flat = {"episode/count": 8.0, "episode/calls": 1.0, "group/zero_variance": 1.0}
+    flat |= {"learner/grad_norm": 0.0, "learner/terms": 0.0}
     for step in (1, 2):
         tracker.log(flat | {"episode/success": 1.0, "reward/mean": 1.0}, step)
     tracker.log(flat | {"learner/grad_norm": 1.0, "learner/terms": 9.0}, 3)
     tracker.close()
     page = read(write_report(run)).text
-    assert (
-        "Every group has zero reward variance (all episodes succeed)(2 of 3 steps, the last at 2). These tasks are"
-        in page
-    )
+    assert "Every group has zero reward variance (all episodes succeed)(2 of 3 steps, the last at 2)" in page
 
 
 def test_flat_groups_entropy_valid_replies_stops_and_tool_failures_are_drawn(run):
@@ -235,29 +209,18 @@ def test_flat_groups_entropy_valid_replies_stops_and_tool_failures_are_drawn(run
     page = read(write_report(run))
     assert "Health" in page.text
     with Image.open(run / "health.png") as picture:
-        assert picture.width > 1200
-        assert picture.height > 600  # two rows of three
+        assert picture.width < 2.5 * picture.height  # two rows of three
 
 
-def test_a_folder_with_nothing_in_it_still_has_a_page(tmp_path):
-    page = read(write_report(tmp_path))
-    assert tmp_path.name in page.text
-
-
-def test_a_run_killed_before_its_first_step_has_a_page_without_a_curve(tmp_path):
+def test_a_folder_without_steps_has_a_page_without_a_curve(tmp_path):
+    assert tmp_path.name in read(write_report(tmp_path)).text
     (tmp_path / "metrics.jsonl").write_text("")
     assert [tag for tag, _ in read(write_report(tmp_path)).tags if tag == "img"] == []
 
 
-def test_pieces_join_to_the_whole_text_also_where_a_character_spans_tokens():
-    text = "a√ 漢b"
-    tokens = list(text.encode())
-    shown = pieces(tokens, lambda ids: bytes(ids).decode(errors="replace"))
-    assert len(shown) == len(tokens)
-    assert "".join(shown) == text
-    assert shown[:4] == ["a", "", "", "√"]
-
-
-def test_a_text_that_ends_in_half_a_character_is_shown_as_it_is():
-    shown = pieces([97, 0xE2], lambda ids: bytes(ids).decode(errors="replace"))
-    assert shown == ["a", "\N{REPLACEMENT CHARACTER}"]
+@pytest.mark.parametrize(
+    ("data", "shown"),
+    [("a√b".encode(), ["a", "", "", "√", "b"]), (b"a\xe2", ["a", "\N{REPLACEMENT CHARACTER}"])],
+)
+def test_pieces_join_to_the_whole_text_also_where_a_character_spans_tokens(data, shown):
+    assert pieces(list(data), lambda ids: bytes(ids).decode(errors="replace")) == shown

@@ -58,11 +58,8 @@ def test_runs_are_found_with_where_they_stand(web):
     assert (runs[0]["step"], runs[0]["steps"], runs[0]["state"]) == (3, 9, "interrupted")
 
 
-def test_a_run_may_be_looked_at_alone(root):
+def test_a_run_may_be_viewed_alone_and_configurations_are_compared(web, root):
     assert [one["run"] for one in ask(opened(root / "a"), "runs")["runs"]] == ["."]
-
-
-def test_configurations_differ_in_what_differs(web):
     found = ask(web, "differences", run=["a", "studies/b"])
     assert found["differ"] == {"seed": [7, 8], "learner.lr": [0.001, 0.002]}
     assert found["same"]["model.name"] == "seedling"
@@ -258,19 +255,17 @@ def test_two_viewers_make_one_index(tmp_path):
         assert rows.execute("SELECT count(*) FROM episodes").fetchone()[0] == 32
 
 
-def test_an_index_lies_in_the_cache_and_one_that_is_none_is_made_anew(tmp_path, monkeypatch):
+def test_an_index_is_in_the_cache_and_a_damaged_one_or_a_cache_that_cannot_be_written_is_replaced(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     made_run(tmp_path / "runs" / "one", steps=1)
     assert settled(opened(tmp_path / "runs"), run="one")["total"] == 16
     (index,) = (tmp_path / "cache" / "arborl" / "view").glob("*.sqlite3")
     index.write_bytes(b"this is no index" * 99)
     assert settled(opened(tmp_path / "runs"), run="one")["total"] == 16
-
-
-def test_where_the_cache_cannot_be_written_the_index_is_kept_for_the_process(tmp_path, monkeypatch):
-    (tmp_path / "cache").write_text("a file")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    made_run(tmp_path / "runs" / "one", steps=1)
+    (tmp_path / "file").write_text("a file")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert settled(opened(tmp_path / "runs"), run="one")["total"] == 16
 
 

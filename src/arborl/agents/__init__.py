@@ -32,11 +32,7 @@ VERL_AGENT_NAMES = {
 
 
 def resolve_agent_name(name: str, defined: Container[str] = ()) -> str:
-    """The agent that a row's name refers to. A name that the run defines itself is kept.
-
-    Example:
-        resolve_agent_name("tool_agent"), resolve_agent_name("tool_agent", {"tool_agent"})      # 'tool', 'tool_agent'
-    """
+    """The agent that a row's name refers to. A name that the run defines itself is kept."""
     return name if name in defined else VERL_AGENT_NAMES.get(name, name)
 
 

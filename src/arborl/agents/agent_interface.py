@@ -12,10 +12,8 @@ from arborl.types import Message, Metrics, Task, ToolSpec
 
 
 class Model(Protocol):
-    """The model as an agent sees it: messages in, a message out. Token ids of every call are recorded.
-
-    Raises `ContextFull` if the messages leave no room to sample. Do not catch it: it ends the episode normally.
-    """
+    """The model as an agent sees it: messages in, a message out. Token ids of every call are recorded. Raises
+    `ContextFull` if the messages leave no room to sample. Do not catch it: it ends the episode normally."""
 
     async def chat(
         self,
@@ -24,12 +22,10 @@ class Model(Protocol):
         *,
         stop: str | Sequence[str] = (),
     ) -> Message:
-        """Sample the next assistant message.
-
-        The messages may extend those of the last call or be edited freely. Dicts in OpenAI's format
-        (`{"role": "user", "content": "…"}`) are accepted. Sampling ends after a text in `stop`, which stays part of the
-        message. Calls may be concurrent (`asyncio.gather`): each has its own seed, independent of timing.
-        """
+        """Sample the next assistant message. The messages may extend those of the last call or be edited freely. Dicts
+        in OpenAI's format (`{"role": "user", "content": "…"}`) are accepted. Sampling ends after a text in `stop`,
+        which stays part of the message. Calls may be concurrent (`asyncio.gather`): each has its own seed, independent
+        of timing."""
         ...
 
     def count(self, metrics: Metrics) -> None:
@@ -41,13 +37,7 @@ class Agent(Protocol):
     """Any async program that calls the model."""
 
     async def run(self, task: Task, env: Env, model: Model) -> None:
-        """Run one episode. The environment is new: the agent resets it.
-
-        Args:
-            task: the problem.
-            env: start with `await env.reset(task, task.seed)`. Its steps are recorded.
-            model: its calls are recorded.
-        """
+        """Run one episode. The environment is new: the agent resets it."""
         ...
 
 
@@ -74,12 +64,7 @@ class FunctionAgent:
 
 
 def as_agent(candidate: Any, where: str) -> Agent:
-    """The agent itself, or an async function wrapped as an agent. ConfigError for anything else.
-
-    Args:
-        candidate: object from a configuration or a program.
-        where: configuration key and value, for errors.
-    """
+    """The agent itself, or an async function wrapped as an agent. ConfigError for anything else."""
     run = candidate if is_async(candidate) else getattr(candidate, "run", None)
     if run is None and is_async(getattr(candidate, "__call__", None)):  # noqa: B004
         run = candidate = candidate.__call__
@@ -103,13 +88,7 @@ def is_async(function: Any) -> bool:
 
 
 def refuse_plain_function(candidate: Any, arguments: Collection[str], where: str) -> None:
-    """ConfigError for a sync function with the signature of an agent. Functions that make agents are accepted.
-
-    Args:
-        candidate: a function, or any object.
-        arguments: names of the arguments that it would be called with.
-        where: configuration key and value, for errors.
-    """
+    """ConfigError for a sync function with the signature of an agent. Functions that make agents are accepted."""
     if not inspect.isfunction(candidate) or is_async(candidate):
         return
     parameters = inspect.signature(candidate).parameters.values()

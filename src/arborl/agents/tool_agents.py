@@ -14,14 +14,14 @@ from typing import Any, Literal
 
 from arborl.agents.agent_interface import Agent, Model
 from arborl.agents.context.managed_conversation import ContextPolicy, ManagedConversation
-from arborl.chat.formats.react_format import ReactParser, final_answer
+from arborl.chat.formats.text_formats import ReactParser, final_answer
 from arborl.envs.env import Env
 from arborl.errors import ConfigError
 from arborl.tools import TOOLS
 from arborl.tools.core.tool import AnyTool
 from arborl.tools.core.tool_context import ToolContext
 from arborl.tools.core.toolbox import Toolbox, as_tool
-from arborl.types import Message, Task, ToolCall, ToolResult, ToolSpec
+from arborl.types import Message, Task, ToolResult, ToolSpec
 
 FAILURE_KINDS = ("unknown_tool", "malformed", "arguments", "exception", "timeout")
 """How a tool call can fail; a tool behind HTTP adds further kinds."""
@@ -38,28 +38,18 @@ class AgentAction:
     """The message to the environment at the end of the rounds."""
 
     message: Message
-    """As the model wrote it; it stays in the conversation."""
     action: Message
-    """As the environment receives it."""
-    is_final: bool = False
-    """The episode ends after this action."""
+    is_final: bool = False  # the episode ends after this action
 
 
 ProcessResult = AgentAction | list[Message]
-"""An action, or the tool results that answer a message."""
 
 
 class ToolLoopAgent(Agent):
-    """Base class: samples messages and runs tools until a message goes to the environment.
-
-    Args:
-        max_tool_rounds: rounds before one step of the environment; the message after them goes to the environment.
-        context: policy for a conversation that exceeds the context window; none by default.
-    """
+    """Base class: samples messages and runs tools until a message goes to the environment."""
 
     num_tools = 1
-    specs: tuple[ToolSpec, ...] = ()
-    """Tools that the chat template describes."""
+    specs: tuple[ToolSpec, ...] = ()  # tools that the chat template describes
     context: ContextPolicy | None = None
 
     def __init__(self, max_tool_rounds: int = 8, context: ContextPolicy | None = None):
@@ -73,13 +63,10 @@ class ToolLoopAgent(Agent):
         """The model's next message."""
 
     @abstractmethod
-    async def process(
-        self, message: Message, context: ToolContext, model: Model, last: bool
-    ) -> AgentAction | list[Message]:
+    async def process(self, message: Message, context: ToolContext, model: Model, last: bool) -> ProcessResult:
         """Tool results that answer a message, or an action. In the last round always an action."""
 
     def opening(self, messages: Sequence[Message]) -> list[Message]:
-        """The first messages of the conversation."""
         return list(messages)
 
     async def run(self, task: Task, env: Env, model: Model) -> None:
@@ -107,10 +94,8 @@ class ToolLoopAgent(Agent):
 
 
 def count_results(results: Sequence[ToolResult], context: ToolContext, model: Model) -> None:
-    """Add tool results to the episode's metrics: calls, failures, failures by kind.
-
-    `tool/used` is 1 for an episode with a call, so its mean is the share of episodes that use tools.
-    """
+    """Add tool results to the episode's metrics: calls, failures, failures by kind. `tool/used` is 1 for an episode
+    with a call, so its mean is the share of episodes that use tools."""
     if results and not context.calls:
         model.count({"tool/used": 1.0})
     context.calls += len(results)
@@ -118,10 +103,6 @@ def count_results(results: Sequence[ToolResult], context: ToolContext, model: Mo
         model.count({"tool/calls": 1.0})
         if not result.ok:
             model.count({"tool/failed": 1.0, f"tool/{result.kind}": 1.0})
-
-
-def _result_message(call: ToolCall, result: ToolResult) -> Message:
-    return Message("tool", result.content, tool_call_id=call.id, name=call.name)
 
 
 class ToolAgent(ToolLoopAgent):
@@ -151,9 +132,7 @@ class ToolAgent(ToolLoopAgent):
     async def sample(self, messages: Sequence[Message], model: Model) -> Message:
         return await model.chat(messages, self.toolbox.specs)
 
-    async def process(
-        self, message: Message, context: ToolContext, model: Model, last: bool
-    ) -> AgentAction | list[Message]:
+    async def process(self, message: Message, context: ToolContext, model: Model, last: bool) -> ProcessResult:
         calls = message.tool_calls
         if last:
             calls = tuple(call for call in calls if self.toolbox.is_terminal(call))
@@ -166,7 +145,10 @@ class ToolAgent(ToolLoopAgent):
                 return AgentAction(message, Message("assistant", result.content), is_final=True)
         if last:
             return AgentAction(message, message)
-        return list(map(_result_message, calls, results))
+        return [
+            Message("tool", result.content, tool_call_id=call.id, name=call.name)
+            for call, result in zip(calls, results, strict=True)
+        ]
 
 
 class ReactAgent(ToolLoopAgent):
@@ -208,9 +190,7 @@ class ReactAgent(ToolLoopAgent):
     async def sample(self, messages: Sequence[Message], model: Model) -> Message:
         return await model.chat(messages, stop=(OBSERVATION_STOP,))
 
-    async def process(
-        self, message: Message, context: ToolContext, model: Model, last: bool
-    ) -> AgentAction | list[Message]:
+    async def process(self, message: Message, context: ToolContext, model: Model, last: bool) -> ProcessResult:
         answer = final_answer(message.content)
         if answer is not None:
             return AgentAction(message, Message("assistant", answer))
@@ -226,7 +206,6 @@ class ReactAgent(ToolLoopAgent):
 
 
 def react_instructions(tools: Sequence[ToolSpec]) -> str:
-    """The system prompt: the format and the tools."""
     described = "\n".join(f"{one.name}: {one.description} Input: {json.dumps(one.parameters)}" for one in tools)
     return (
         "Work in steps. In each step write\n"
@@ -293,9 +272,7 @@ class CodeAgent(ToolLoopAgent):
     async def sample(self, messages: Sequence[Message], model: Model) -> Message:
         return await model.chat(messages, stop=self.stop)
 
-    async def process(
-        self, message: Message, context: ToolContext, model: Model, last: bool
-    ) -> AgentAction | list[Message]:
+    async def process(self, message: Message, context: ToolContext, model: Model, last: bool) -> ProcessResult:
         text = message.content
         code_at, answer_at = text.find(self.code_tags[0]), text.find(self.answer_tags[0])
         if last or code_at < 0 or 0 <= answer_at < code_at:
@@ -310,13 +287,11 @@ class CodeAgent(ToolLoopAgent):
         return [self.shown(result.content)]
 
     def shown(self, result: str) -> Message:
-        """The message with the output of the code."""
         start, end = self.result_tags
         name = self.tool.name if self.result_role == "tool" else None
         return Message(self.result_role, f"{start}\n{result}\n{end}", name=name)
 
     def _action(self, message: Message) -> Message:
-        """The message with the answer in `<answer>` tags."""
         answer = text_between(message.content, *self.answer_tags)
         if self.answer_tags == ANSWER_TAGS or answer is None:
             return message
@@ -324,18 +299,13 @@ class CodeAgent(ToolLoopAgent):
 
 
 def text_between(text: str, start: str, end: str) -> str | None:
-    """The text between the first `start` and the next `end`; None if either is missing.
-
-    Example:
-        text_between("so <code>x</code>", "<code>", "</code>")      # 'x'
-    """
+    """The text between the first `start` and the next `end`; None if either is missing."""
     _, has_start, rest = text.partition(start)
     inside, has_end, _ = rest.partition(end)
     return inside if has_start and has_end else None
 
 
 def _code_tool(tools: Sequence[AnyTool | Callable[..., Any]]) -> tuple[AnyTool, str]:
-    """The tool that runs code, and its argument for the code."""
     if len(tools) > 1:
         raise ConfigError("agent=code runs code with one tool. Write tools=[python], or agent=tool for several.")
     tool = as_tool(tools[0] if tools else TOOLS["python"])

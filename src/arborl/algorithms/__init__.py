@@ -1,6 +1,6 @@
 """Algorithms: from rewards to a loss. Functions over episodes and over flat vectors of terms, independent of the model.
 
-Every function can be called on arrays, and states its formula, its source and an example. In reading order:
+Every function can be called on arrays, and states its formula and its source. In reading order:
 
     recipe.py               the interface `Algorithm`; `Recipe`: an advantage, a loss, and the settings around them
     selection.py            which groups and episodes have a gradient

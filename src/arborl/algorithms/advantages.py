@@ -16,11 +16,9 @@ from arborl.algorithms.reward_arrays import RewardArrays, kl_costs
 from arborl.config.algorithm_config import AlgorithmConfig
 from arborl.types import Floats, Group, Terms
 
-Memory = dict[str, Any]
-"""What an algorithm keeps from step to step, as JSON."""
+Memory = dict[str, Any]  # what an algorithm keeps from step to step, as JSON
 
-Credit = tuple[Floats, Floats | None]
-"""The advantage of every term, and the critic's target if there is a critic."""
+Credit = tuple[Floats, Floats | None]  # the advantage of every term, and the critic's target if there is a critic
 
 Advantage = Callable[[Sequence[Group], Terms, AlgorithmConfig, Memory], Credit]
 
@@ -38,7 +36,7 @@ def over_branches(arrays: RewardArrays, advantage_E: Floats, config: AlgorithmCo
             share_C += [1.0] * len(episode.calls)
             continue
         found = episode.branches
-        parts = episode_advantages.split_shares(max(found, default=0) + 1, config.split, config.split_ratio)
+        parts = episode_advantages.split_shares(max(found, default=0) + 1, config.split, config.options.split_ratio)
         share_C += [float(parts[branch]) for branch in found]
     return np.asarray(advantage_E[arrays.terms.episode] * np.array(share_C)[arrays.terms.call], dtype=np.float64)
 
@@ -76,7 +74,9 @@ def role_of(group: Group) -> str:
 
 def _rae(arrays: RewardArrays, config: AlgorithmConfig, memory: Memory) -> list[Floats]:
     roles = [role_of(group) for group in arrays.groups]
-    found, after = episode_advantages.rae(_rewards(arrays), roles, memory.get("baselines", {}), config.baseline_decay)
+    found, after = episode_advantages.rae(
+        _rewards(arrays), roles, memory.get("baselines", {}), config.options.baseline_decay
+    )
     memory["baselines"] = after
     return found
 
@@ -103,12 +103,14 @@ def _returns(arrays: RewardArrays, gamma: float) -> Floats:
 def _gigpo(arrays: RewardArrays, config: AlgorithmConfig) -> Floats:
     returns = _returns(arrays, config.gamma)
     states = (arrays.episode_N, arrays.state_N)
-    return turn_advantages.gigpo(arrays.reward_E, arrays.group_E, returns, *states, config.std, config.step_weight)
+    return turn_advantages.gigpo(
+        arrays.reward_E, arrays.group_E, returns, *states, config.std, config.options.step_weight
+    )
 
 
 def _step_reinforce(arrays: RewardArrays, config: AlgorithmConfig) -> Floats:
     returns, group_N = _returns(arrays, config.gamma), arrays.group_E[arrays.episode_N]
-    return turn_advantages.step_reinforce(returns, arrays.episode_N, group_N, config.baseline, config.std)
+    return turn_advantages.step_reinforce(returns, arrays.episode_N, group_N, config.options.baseline, config.std)
 
 
 def _turn_discounted(arrays: RewardArrays, config: AlgorithmConfig) -> Floats:
@@ -119,8 +121,8 @@ def _turn_discounted(arrays: RewardArrays, config: AlgorithmConfig) -> Floats:
 
 
 def _reinforce_plus_plus(groups: Sequence[Group], terms: Terms, config: AlgorithmConfig, memory: Memory) -> Credit:
-    arrays = arrays_of(groups, terms, config, memory)
-    return turn_advantages.reinforce_plus_plus(arrays.reward_M, terms.episode), None
+    rewards = arrays_of(groups, terms, config, memory).reward_M
+    return turn_advantages.reinforce_plus_plus(rewards, terms.episode), None
 
 
 def _reinforce_plus_plus_baseline(
@@ -139,22 +141,22 @@ def _gae(groups: Sequence[Group], terms: Terms, config: AlgorithmConfig, memory:
     """A step is a token or a turn; in a turn the critic's value is that of its first token, and all tokens share the
     advantage. After the last step the value is 0, or for a truncated episode the critic's estimate (`terms.after`)."""
     arrays = arrays_of(groups, terms, config, memory)
-    advantage, target = np.zeros(len(terms)), np.zeros(len(terms))
+    advantage, target, reward_M = np.zeros(len(terms)), np.zeros(len(terms)), arrays.reward_M
     for rows in arrays.rows.values():
-        if config.gae_level == "token":
+        if config.options.gae_level == "token":
             starts, step = np.arange(len(rows)), np.arange(len(rows))
         else:
             _, starts, step = np.unique(terms.turn[rows], return_index=True, return_inverse=True)
-        rewards = np.bincount(step, arrays.reward_M[rows]).astype(np.float64)
-        ahead = float(np.nan_to_num(terms.after[rows[-1]])) if config.bootstrap else 0.0
-        found = turn_advantages.gae(rewards, terms.value[rows][starts], config.gamma, config.gae_lambda, ahead)
+        rewards = np.bincount(step, reward_M[rows]).astype(np.float64)
+        ahead = float(np.nan_to_num(terms.after[rows[-1]])) if config.options.bootstrap else 0.0
+        found = turn_advantages.gae(rewards, terms.value[rows][starts], config.gamma, config.options.gae_lambda, ahead)
         advantage[rows], target[rows] = found[0][step], found[1][step]
     return advantage, target
 
 
 ADVANTAGES: dict[str, Advantage] = {
     "grpo": per_episode(
-        lambda arrays, config, memory: episode_advantages.grpo(_rewards(arrays), config.baseline, config.std)
+        lambda arrays, config, memory: episode_advantages.grpo(_rewards(arrays), config.options.baseline, config.std)
     ),
     "rloo": per_episode(lambda arrays, config, memory: episode_advantages.rloo(_rewards(arrays))),
     "reinforce": per_episode(lambda arrays, config, memory: episode_advantages.reinforce(_rewards(arrays))),
@@ -166,11 +168,12 @@ ADVANTAGES: dict[str, Advantage] = {
         lambda arrays, config, memory: episode_advantages.opo(_rewards(arrays), arrays.by_group(arrays.length_E))
     ),
     "maxrl": per_episode(lambda arrays, config, memory: episode_advantages.maxrl(_rewards(arrays))),
-    "gdpo": per_episode(lambda arrays, config, memory: episode_advantages.gdpo(arrays.named, config.reward_weights)),
+    "gdpo": per_episode(
+        lambda arrays, config, memory: episode_advantages.gdpo(arrays.named(), config.options.reward_weights)
+    ),
     "gigpo": per_turn(_gigpo),
     "starpo": per_episode(_starpo),
     "step_reinforce": per_turn(_step_reinforce),
     "turn_discounted": per_turn(_turn_discounted),
     "rae": per_episode(_rae),
-}
-"""The settings that each reads are in `arborl.config.algorithm_config`."""
+}  # the settings that each reads are in `arborl.config.algorithm_config`

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import or_
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,29 +16,18 @@ from torch import Tensor
 from arborl.algorithms.custom_functions import FindObject
 from arborl.algorithms.recipe import Algorithm, AlgorithmNeeds, Recipe, drop_metrics
 from arborl.algorithms.selection import select
-from arborl.algorithms.token_losses import LossParts, ModelOutputs, TermBatch
-from arborl.config.algorithm_config import AlgorithmConfig, TrustRegionConfig
+from arborl.algorithms.token_losses import LossParts, ModelOutputs, TermBatch, pick_rows
+from arborl.config.algorithm_config import AlgorithmArgs, AlgorithmConfig
 from arborl.registry import load
 from arborl.types import NOT_SAMPLED, Group, Ints, Metrics, Terms
 
-Record = TypeVar("Record", ModelOutputs, TermBatch)
-DEFAULT = ""
-"""The source name of the algorithm for sources without their own."""
-CREDITED = ("advantage", "weight", "target")
-"""The columns that `credit` fills."""
+DEFAULT = ""  # the source name of the algorithm for sources without their own
+CREDITED = ("advantage", "weight", "target")  # the columns that `credit` fills
 
 
 def make_algorithm(
     config: AlgorithmConfig, find: FindObject = load, check: bool = False, given: bool = False
 ) -> Algorithm:
-    """The algorithm of a configuration.
-
-    Args:
-        config: the settings.
-        find: returns a custom advantage or loss by name.
-        check: run custom functions on a small batch.
-        given: whether it learns from given rows.
-    """
     default = {DEFAULT: config.model_copy(update={"by_source": {}})}
     parts = {name: Recipe(chosen, find, given) for name, chosen in (default | config.by_source).items()}
     for part in parts.values() if check else ():
@@ -47,18 +36,13 @@ def make_algorithm(
 
 
 class PerSourceAlgorithm(Algorithm):
-    """Applies to each group the algorithm of its task's source.
-
-    Each part normalizes over its own groups, and its weight is its share of the batch's episodes, so that a source with
-    longer episodes does not weigh more.
-    """
+    """Applies to each group the algorithm of its task's source. Each part normalizes over its own groups and weighs as
+    much as its share of the batch's episodes."""
 
     def __init__(self, parts: dict[str, Recipe]):
         self.parts = parts
-        self._sources: list[str] = []
-        """The source of each group of the last credited batch."""
-        self._share: dict[str, float] = {}
-        """The share of that batch's terms that each part has."""
+        self._sources: list[str] = []  # the source of each group of the last credited batch
+        self._share: dict[str, float] = {}  # the share of that batch's terms that each part has
 
     @property
     def needs(self) -> AlgorithmNeeds:
@@ -69,14 +53,13 @@ class PerSourceAlgorithm(Algorithm):
         return any(part.whole for part in self.parts.values())
 
     @property
-    def trust_region(self) -> TrustRegionConfig | None:
+    def trust_region(self) -> AlgorithmArgs | None:
         return self.parts[DEFAULT].trust_region
 
     def source_of(self, group: Group) -> str:
         return group.task.source if group.task.source in self.parts else DEFAULT
 
     def keep(self, groups: Sequence[Group]) -> list[Group]:
-        """In the given order: a mini-batch is a part of it and should contain all sources."""
         kept: list[Group] = []
         dropped: dict[str, Counter[str]] = {name: Counter() for name in self.parts}
         for group in groups:
@@ -127,7 +110,6 @@ class PerSourceAlgorithm(Algorithm):
         return loss_M, logged
 
     def metrics(self) -> Metrics:
-        """The metrics of each part by source, and the sums of dropped groups and episodes."""
         out: Metrics = {}
         for name, part in self.parts.items():
             out |= {f"source/{name or 'other'}/{key}": value for key, value in part.metrics().items()}
@@ -158,7 +140,7 @@ class WrappedAlgorithm(Algorithm):
         return self.inner.whole
 
     @property
-    def trust_region(self) -> TrustRegionConfig | None:
+    def trust_region(self) -> AlgorithmArgs | None:
         return self.inner.trust_region
 
     def keep(self, groups: Sequence[Group]) -> list[Group]:
@@ -203,25 +185,15 @@ class SourceWeightedAlgorithm(WrappedAlgorithm):
         return dataclasses.replace(credited, weight=credited.weight * factors[credited.tree] / mean)
 
 
-class DemonstrationAlgorithm(WrappedAlgorithm):
-    """Imitates demonstrations (supervised fine-tuning) in addition to the algorithm of the run.
-
-    The loss is the algorithm's plus `weight` times that of the demonstrations, each a mean over its own episodes. A
-    batch of demonstrations alone has only their loss.
-
-    Args:
-        inner: the algorithm of the run.
-        weight: of the demonstrations in steps that also have sampled episodes.
-    """
+class DemonstrationAlgorithm(Algorithm):
+    """Imitates demonstrations in addition to the run's algorithm: the loss is the algorithm's plus `weight` times
+    theirs, each a mean over its own episodes. A batch of demonstrations alone has only their loss."""
 
     def __init__(self, inner: Algorithm, weight: float):
-        super().__init__(inner)
-        self.weight = weight
+        self.inner, self.weight = inner, weight
         self.imitation = Recipe(AlgorithmConfig(name="sft"), given=True)
-        self._only_demonstrations = False
-        """Whether the last batch had no sampled episodes."""
-        self._num_terms = self._num_sampled = 0
-        """Terms of the last batch, and those of them that were sampled."""
+        self._only_demonstrations = False  # whether the last batch had no sampled episodes
+        self._num_terms = self._num_sampled = 0  # terms of the last batch, and those of them that were sampled
         self._sampled_number_G = np.zeros(0, dtype=np.int64)
         """The number of each group of the last batch among the sampled groups."""
 
@@ -234,7 +206,7 @@ class DemonstrationAlgorithm(WrappedAlgorithm):
         return not self._only_demonstrations and self.inner.whole
 
     @property
-    def trust_region(self) -> TrustRegionConfig | None:
+    def trust_region(self) -> AlgorithmArgs | None:
         return None if self._only_demonstrations else self.inner.trust_region
 
     def keep(self, groups: Sequence[Group]) -> list[Group]:
@@ -283,7 +255,6 @@ class DemonstrationAlgorithm(WrappedAlgorithm):
         return dataclasses.replace(picked, group_M=number_G[picked.group_M])
 
     def loss(self, outputs: ModelOutputs, terms: TermBatch) -> LossParts:
-        """The vectors of each part are scaled so that their means over all terms are means over the part's terms."""
         loss_M, logged = torch.zeros_like(outputs.logprob_M), dict[str, Tensor]()
         demonstration_M = terms.version_M == NOT_SAMPLED
         for part, chosen_M in ((self.inner, ~demonstration_M), (self.imitation, demonstration_M)):
@@ -302,6 +273,12 @@ class DemonstrationAlgorithm(WrappedAlgorithm):
 
     def metrics(self) -> Metrics:
         return self.imitation.metrics() if self._only_demonstrations else self.inner.metrics()
+
+    def state(self) -> dict[str, Any]:
+        return self.inner.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.inner.load_state(state)
 
 
 def credit_part(part: Algorithm, groups: Sequence[Group], terms: Terms, numbers: Ints, columns: dict[str, Any]) -> Ints:
@@ -331,13 +308,6 @@ def _others_before(sizes: Ints, numbers: Ints) -> Ints:
     others = sizes.copy()
     others[numbers] = 0
     return np.concatenate([[0], np.cumsum(others)])[:-1].astype(np.int64)
-
-
-def pick_rows(record: Record, rows: Tensor) -> Record:
-    """A `ModelOutputs` or `TermBatch` with these rows of every column."""
-    columns: dict[str, Any] = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    picked: dict[str, Any] = {name: None if column is None else column[rows] for name, column in columns.items()}
-    return type(record)(**picked)
 
 
 def spread(vector: Tensor, rows: Tensor, size: int) -> Tensor:

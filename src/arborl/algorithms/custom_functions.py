@@ -18,18 +18,16 @@ import torch
 from torch import Tensor
 
 from arborl.algorithms.advantages import Credit, Memory, arrays_of, over_branches
-from arborl.algorithms.loss_table import anchor, known
-from arborl.algorithms.token_losses import LossParts, ModelOutputs, TermBatch
+from arborl.algorithms.loss_table import loss_inputs
+from arborl.algorithms.token_losses import LossParts, ModelOutputs, TermBatch, pick_rows
 from arborl.config.algorithm_config import AlgorithmConfig, is_custom
 from arborl.errors import ConfigError, did_you_mean
 from arborl.registry import load
 from arborl.types import Call, Completion, Episode, FinishReason, Floats, Group, Message, Task, Terms, Turn
 
 T = TypeVar("T")
-FindObject = Callable[[str, str], Any]
-"""Returns the object for a name and the kind of part it is used as."""
-TOLERANCE = 1e-6
-"""How much a token's loss may change with the other tokens of the batch."""
+FindObject = Callable[[str, str], Any]  # returns the object for a name and the kind of part it is used as
+TOLERANCE = 1e-6  # how much a token's loss may change with the other tokens of the batch
 
 
 def object_finder(objects: Mapping[str, Any]) -> FindObject:
@@ -70,14 +68,7 @@ EXPECTED = {
 
 
 class CustomFunction:
-    """A function of the user, and which of its parameters are inputs and which are settings.
-
-    Args:
-        kind: `advantage` or `loss`.
-        name: its name in the configuration.
-        function: the function.
-        args: settings, of which it takes those that it has parameters for.
-    """
+    """A function of the user, and which of its parameters are inputs and which are settings."""
 
     def __init__(self, kind: str, name: str, function: Any, args: Mapping[str, Any]):
         self.kind, self.name, self.function = kind, name, function
@@ -103,13 +94,11 @@ class CustomFunction:
                 raise self.error(f"needs a value for {one.name!r}.{near} Write algorithm.args.{one.name}=VALUE")
 
     def error(self, what: str) -> ConfigError:
-        """The error with the expected signature and inputs."""
         form, inputs = EXPECTED[self.kind]
         listed = "\n".join(f"  {name:<10} {meaning}" for name, meaning in inputs.items())
         return ConfigError(f"algorithm.{self.kind}={self.name}: {what}. Expected:\n{form}\nInputs by name:\n{listed}")
 
     def call(self, inputs: Mapping[str, Callable[[], Any]]) -> Any:
-        """Call the function; only the inputs that it takes are computed."""
         return self.function(**{name: inputs[name]() for name in self.inputs}, **self.args)
 
 
@@ -157,20 +146,7 @@ class CustomLoss(CustomFunction):
     """A custom loss with the signature of the entries of `LOSSES`."""
 
     def __call__(self, outputs: ModelOutputs, terms: TermBatch, config: AlgorithmConfig) -> LossParts:
-        result = self.call(
-            {
-                "new": lambda: outputs.logprob_M,
-                "old": lambda: anchor(terms, config),
-                "advantage": lambda: terms.advantage_M,
-                "entropy": lambda: outputs.entropy_M,
-                "reference": lambda: known(terms.reference_M, "reference"),
-                "episode": lambda: terms.episode_M,
-                "call": lambda: terms.call_M,
-                "turn": lambda: terms.turn_M,
-                "group": lambda: terms.group_M,
-                "version": lambda: terms.version_M,
-            }
-        )
+        result = self.call(loss_inputs(outputs, terms, config))
         loss_M, parts = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         size = outputs.logprob_M.shape
         if not isinstance(loss_M, Tensor) or loss_M.shape != size or not isinstance(parts, Mapping):
@@ -182,12 +158,9 @@ class CustomLoss(CustomFunction):
 
 
 def read_only(terms: Terms) -> Terms:
-    """Read-only views of the terms, which are trained on afterwards."""
+    """Views of the terms, which are trained on afterwards."""
     columns = [getattr(terms, name) for name in Terms.__slots__]
-    views: list[Any] = [column if column is None else column.view() for column in columns]
-    for view in views:
-        if view is not None:
-            view.flags.writeable = False
+    views: list[Any] = [one if one is None else np.broadcast_to(one, one.shape) for one in columns]
     return Terms(*views)
 
 
@@ -196,17 +169,15 @@ def custom_parts(config: AlgorithmConfig, find: FindObject = load) -> tuple[Cust
     them."""
     advantage = loss = None
     if is_custom(config.advantage):
-        advantage = CustomAdvantage("advantage", config.advantage, find(config.advantage, "advantage"), config.args)
+        advantage = CustomAdvantage("advantage", config.advantage, find(config.advantage, "advantage"), config.own_args)
     if is_custom(config.loss):
-        loss = CustomLoss("loss", config.loss, find(config.loss, "loss"), config.args)
+        loss = CustomLoss("loss", config.loss, find(config.loss, "loss"), config.own_args)
     both = [one for one in (advantage, loss) if one is not None]
     settings = [name for one in both for name in one.settings]
-    for key in config.args:
+    for key in config.own_args:
         if key not in settings and not any(one.accepts_any for one in both):
-            known_settings = (
-                f"Known settings: {', '.join(settings)}." if settings else "The functions have no settings."
-            )
-            raise ConfigError(f"algorithm.args.{key}: unknown setting.{did_you_mean(key, settings)} {known_settings}")
+            near = did_you_mean(key, settings)
+            raise ConfigError(f"algorithm.args.{key}: unknown setting.{near} Known: {', '.join(settings) or 'none'}.")
     return advantage, loss
 
 
@@ -216,9 +187,6 @@ def _describe(result: Any) -> str:
     if isinstance(result, list | tuple):
         return f"{len(result)} objects"
     return f"an object of type {type(result).__name__}"
-
-
-# ------------------------------------------------------------------------------------------------ check
 
 
 def check_advantage(custom: CustomAdvantage, config: AlgorithmConfig) -> None:
@@ -250,18 +218,14 @@ def check_loss(custom: CustomLoss, config: AlgorithmConfig) -> None:
         raise custom.error("returns a loss that is not finite for a small batch")
     if not loss_M.requires_grad:
         raise custom.error("returns a loss without a gradient: compute it with torch from `new` (or `entropy`)")
-    gradients = [
-        gradient
-        for gradient in torch.autograd.grad(loss_M.sum(), [new_M, entropy_M], allow_unused=True)
-        if gradient is not None
-    ]
-    if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
+    found = torch.autograd.grad(loss_M.sum(), [new_M, entropy_M], allow_unused=True)
+    gradient_M = torch.cat([gradient for gradient in found if gradient is not None])
+    if not torch.isfinite(gradient_M).all():
         raise custom.error("has a gradient that is not finite for a small batch")
-    if not any(bool(gradient.any()) for gradient in gradients):
+    if not gradient_M.any():
         raise custom.error("has a gradient of 0 for a small batch")
-    columns = [getattr(terms, field.name) for field in dataclasses.fields(terms)]
     for rows in (torch.arange(size // 2), torch.arange(size // 2, size)):
-        part = TermBatch(*(None if one is None else one[rows] for one in columns))  # type: ignore[arg-type]
+        part = pick_rows(terms, rows)
         part_M, _ = run_checked(custom, partial(custom, ModelOutputs(new_M[rows], entropy_M[rows]), part, config))
         if not torch.allclose(part_M, loss_M[rows], rtol=TOLERANCE, atol=TOLERANCE):
             raise custom.error(
@@ -321,7 +285,6 @@ def small_terms(groups: list[Group]) -> Terms:
 
 
 def term_batch(terms: Terms) -> TermBatch:
-    """The terms as float64 tensors."""
     names = {"old": "logprob", "group": "tree"}
     fields = [field.name.removesuffix("_M") for field in dataclasses.fields(TermBatch) if field.name != "sequence_M"]
     return TermBatch(*(torch.from_numpy(getattr(terms, names.get(name, name))) for name in fields))

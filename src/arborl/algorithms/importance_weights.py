@@ -14,13 +14,8 @@ from arborl.types import Floats, Ints
 
 
 def ratios(gap_M: Floats, sequence_M: Ints | None = None) -> Floats:
-    """Ratios from log-ratios; with `sequence_M`, the geometric mean over each sequence.
-
-    A product over a sequence would grow or vanish with its length.
-
-    >>> ratios(np.log([4.0, 1.0, 3.0]), np.array([0, 0, 1])).round(6).tolist()     # sqrt(4 * 1), 3
-    [2.0, 2.0, 3.0]
-    """
+    """Ratios from log-ratios; with `sequence_M`, the geometric mean over each sequence (a product would grow or
+    vanish)."""
     if sequence_M is not None:
         _, index, counts = np.unique(sequence_M, return_inverse=True, return_counts=True)
         gap_M = (np.bincount(index, gap_M) / counts)[index]
@@ -28,49 +23,27 @@ def ratios(gap_M: Floats, sequence_M: Ints | None = None) -> Floats:
 
 
 def truncated(ratio_M: Floats, high: float) -> Floats:
-    """Truncated importance sampling: min(ratio, high) (TIS; Yao et al. 2025, "Your efficient RL framework …").
-
-    >>> truncated(np.array([0.5, 3.0]), 2.0).tolist()
-    [0.5, 2.0]
-    """
+    """Truncated importance sampling: min(ratio, high) (TIS; Yao et al. 2025, "Your efficient RL framework …")."""
     return np.minimum(ratio_M, high)
 
 
 def masked(ratio_M: Floats, low: float, high: float) -> Floats:
-    """Masked importance sampling: the ratio where it lies in [low, high], else 0.
-
-    MIS (Liu et al. 2025, "When speed kills stability"); with bounds such as [0.5, 5] and token by token it is IcePop
-    (arXiv 2510.18855).
-
-    >>> masked(np.array([0.1, 0.9, 7.0]), 0.5, 5.0).tolist()
-    [0.0, 0.9, 0.0]
-    """
+    """Masked importance sampling: the ratio where it lies in [low, high], else 0 (MIS; Liu et al. 2025, "When speed
+    kills stability"); with bounds such as [0.5, 5] and token by token it is IcePop (arXiv 2510.18855)."""
     return np.where((ratio_M >= low) & (ratio_M <= high), ratio_M, 0.0)
 
 
 def importance_weights(kind: str, ratio_M: Floats, low: float, high: float) -> Floats:
-    """The importance weights of one kind: `tis`, `mis` or `icepop`.
-
-    >>> importance_weights("icepop", np.array([1.5, 9.0]), 0.5, 5.0).tolist()
-    [1.5, 0.0]
-    """
+    """The importance weights of one kind: `tis`, `mis` or `icepop`."""
     return truncated(ratio_M, high) if kind == "tis" else masked(ratio_M, low, high)
 
 
 def staleness(version_M: Ints, decay: float) -> Floats:
-    """decay^lag, where lag is the number of policy versions between a token's and the newest of the batch.
-
-    >>> staleness(np.array([4, 3, 1]), 0.5).tolist()
-    [1.0, 0.5, 0.125]
-    """
+    """decay^lag, where lag is the number of policy versions between a token's and the newest of the batch."""
     return np.asarray(decay ** (version_M.max(initial=0) - version_M).astype(np.float64), dtype=np.float64)
 
 
 def overlong_penalty(length: int, max_tokens: int, buffer: int, penalty: float) -> float:
-    """DAPO's soft overlong punishment (arXiv 2503.14476): 0 up to `max_tokens - buffer`, then down to -penalty.
-
-    >>> [overlong_penalty(n, 10, 4, 1.0) for n in (6, 8, 10, 12)]
-    [0.0, -0.5, -1.0, -1.0]
-    """
+    """DAPO's soft overlong punishment (arXiv 2503.14476): 0 up to `max_tokens - buffer`, then down to -penalty."""
     over = length - (max_tokens - buffer)
     return penalty * max(min(-over / buffer, 0.0), -1.0)

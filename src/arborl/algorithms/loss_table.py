@@ -1,14 +1,14 @@
 """The table of losses, and the normalization of the loss.
 
-Each entry passes columns and settings to a function of `token_losses.py` or `preference_losses.py`. A loss over whole
-sequences has a first part in `PREPARES`, which runs on whole groups without gradient. The loss of a step is the
-weighted sum over terms; the weights (`WEIGHTS`) contain all normalization.
+Each entry names the columns and settings that a function of `token_losses.py` takes. A loss over whole sequences has a
+first part in `PREPARES`, which runs on whole groups without gradient. The loss of a step is the weighted sum over
+terms; the weights (`WEIGHTS`) contain all normalization.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ Prepare = Callable[[Tensor, TermBatch, AlgorithmConfig], Tensor]
 
 
 def known(column: Tensor | None, name: str) -> Tensor:
-    """A column that the loss requires."""
     if column is None:
         raise ValueError(f"the loss needs the column `{name}`, which is not filled; declare it in `Algorithm.needs`")
     return column
@@ -36,182 +35,130 @@ def anchor(terms: TermBatch, config: AlgorithmConfig) -> Tensor:
     return known(terms.proximal_M, "proximal") if config.ratio_policy == "proximal" else terms.old_M
 
 
-def _ppo(outputs: ModelOutputs, terms: TermBatch, config: AlgorithmConfig) -> LossParts:
-    clips = (config.clip_low, config.clip_high, config.dual_clip)
-    return token_losses.ppo_clip(outputs.logprob_M, anchor(terms, config), terms.advantage_M, *clips)
+def loss_inputs(outputs: ModelOutputs, terms: TermBatch, config: AlgorithmConfig) -> dict[str, Callable[[], Tensor]]:
+    """The columns that losses read, by name."""
+    return {
+        "new": lambda: outputs.logprob_M,
+        "old": lambda: anchor(terms, config),
+        "sampled": lambda: terms.old_M,
+        "proximal": lambda: known(terms.proximal_M, "proximal"),
+        "reference": lambda: known(terms.reference_M, "reference"),
+        "teacher": lambda: known(terms.teacher_M, "teacher"),
+        "sequence": lambda: known(terms.sequence_M, "sequence"),
+        "gap": lambda: known(terms.sequence_M, "sequence")[:, 0],
+        "advantage": lambda: terms.advantage_M,
+        "entropy": lambda: outputs.entropy_M,
+        "episode": lambda: terms.episode_M,
+        "call": lambda: terms.call_M,
+        "turn": lambda: terms.turn_M,
+        "group": lambda: terms.group_M,
+        "version": lambda: terms.version_M,
+    }
 
 
-def _gspo(outputs: ModelOutputs, terms: TermBatch, config: AlgorithmConfig) -> LossParts:
-    gap_M = known(terms.sequence_M, "sequence")[:, 0]
-    return token_losses.gspo(outputs.logprob_M, gap_M, terms.advantage_M, config.clip_low, config.clip_high)
+def _loss(
+    function: Callable[..., LossParts],
+    inputs: str,
+    settings: Callable[[AlgorithmConfig], tuple[float | None, ...]] = lambda config: (),
+) -> Loss:
+    def run(outputs: ModelOutputs, terms: TermBatch, config: AlgorithmConfig) -> LossParts:
+        columns = loss_inputs(outputs, terms, config)
+        values: list[Any] = [columns[name]() for name in inputs.split()]
+        return function(*values, *settings(config))
+
+    return run
 
 
-def _cispo(outputs: ModelOutputs, terms: TermBatch, config: AlgorithmConfig) -> LossParts:
-    return token_losses.cispo(outputs.logprob_M, anchor(terms, config), terms.advantage_M, config.clip_high)
-
-
-def _sapo(outputs: ModelOutputs, terms: TermBatch, config: AlgorithmConfig) -> LossParts:
-    taus = (config.tau_positive, config.tau_negative)
-    return token_losses.sapo(outputs.logprob_M, anchor(terms, config), terms.advantage_M, *taus)
-
-
-def _topr(outputs: ModelOutputs, terms: TermBatch, config: AlgorithmConfig) -> LossParts:
-    return token_losses.topr(outputs.logprob_M, anchor(terms, config), terms.advantage_M)
-
-
-def _policy_gradient(outputs: ModelOutputs, terms: TermBatch, config: AlgorithmConfig) -> LossParts:
-    return token_losses.policy_gradient(outputs.logprob_M, terms.advantage_M)
-
-
-def _decoupled_ppo(outputs: ModelOutputs, terms: TermBatch, config: AlgorithmConfig) -> LossParts:
-    policies = (outputs.logprob_M, known(terms.proximal_M, "proximal"), terms.old_M)
-    clips = (config.clip_low, config.clip_high, config.behaviour_cap)
-    return token_losses.decoupled_ppo(*policies, terms.advantage_M, *clips)
-
-
-def _trpo(outputs: ModelOutputs, terms: TermBatch, config: AlgorithmConfig) -> LossParts:
-    return token_losses.surrogate(outputs.logprob_M, anchor(terms, config), terms.advantage_M)
-
-
-def _pulled(outputs: ModelOutputs, terms: TermBatch, config: AlgorithmConfig) -> LossParts:
+def _pulled(new_M: Tensor, reference_M: Tensor, sequence_M: Tensor) -> LossParts:
     """In gradient the derivative that `prepare` found, times the log-probability; in value the token's part of the loss
     that it found."""
-    pull_M, part_M = known(terms.sequence_M, "sequence").unbind(1)
-    gain_M = outputs.logprob_M.detach() - known(terms.reference_M, "reference")
-    moved_M = outputs.logprob_M - outputs.logprob_M.detach()
-    return part_M + pull_M * moved_M, {"policy/pull": pull_M.abs(), "policy/gain": gain_M}
+    pull_M, part_M = sequence_M.unbind(1)
+    moved_M = new_M - new_M.detach()
+    return part_M + pull_M * moved_M, {"policy/pull": pull_M.abs(), "policy/gain": new_M.detach() - reference_M}
 
 
-def _sft(outputs: ModelOutputs, terms: TermBatch, config: AlgorithmConfig) -> LossParts:
-    return token_losses.likelihood(outputs.logprob_M)
-
-
-def _distill(outputs: ModelOutputs, terms: TermBatch, config: AlgorithmConfig) -> LossParts:
-    return token_losses.distillation(outputs.logprob_M, terms.old_M, known(terms.teacher_M, "teacher"))
-
-
+_policy_gradient = _loss(token_losses.policy_gradient, "new advantage")
+_preference = _loss(_pulled, "new reference sequence")
 LOSSES: dict[str, Loss] = {
-    "ppo": _ppo,
-    "gspo": _gspo,
-    "cispo": _cispo,
-    "sapo": _sapo,
-    "topr": _topr,
+    "ppo": _loss(token_losses.ppo_clip, "new old advantage", lambda c: (c.clip_low, c.clip_high, c.options.dual_clip)),
+    "gspo": _loss(token_losses.gspo, "new gap advantage", lambda c: (c.clip_low, c.clip_high)),
+    "cispo": _loss(token_losses.cispo, "new old advantage", lambda c: (c.clip_high,)),
+    "sapo": _loss(token_losses.sapo, "new old advantage", lambda c: (c.options.tau_positive, c.options.tau_negative)),
+    "topr": _loss(token_losses.topr, "new old advantage"),
     "a2c": _policy_gradient,
     "pg": _policy_gradient,
-    "decoupled_ppo": _decoupled_ppo,
-    "trpo": _trpo,
-    "dpo": _pulled,
-    "ipo": _pulled,
-    "kto": _pulled,
-    "sft": _sft,
-    "distill": _distill,
-}
-"""Name to loss; the settings each reads are in `arborl.config.algorithm_config`."""
-
-
-# ------------------------------------------------------------------------------------------------ whole sequences
+    "decoupled_ppo": _loss(
+        token_losses.decoupled_ppo,
+        "new proximal sampled advantage",
+        lambda c: (c.clip_low, c.clip_high, c.options.behaviour_cap),
+    ),
+    "trpo": _loss(token_losses.surrogate, "new old advantage"),
+    "dpo": _preference,
+    "ipo": _preference,
+    "kto": _preference,
+    "sft": _loss(token_losses.likelihood, "new"),
+    "distill": _loss(token_losses.distillation, "new sampled teacher"),
+}  # name to loss; the settings each reads are in `arborl.config.algorithm_config`
 
 
 def _sequence_gap(now_M: Tensor, terms: TermBatch, config: AlgorithmConfig) -> Tensor:
-    of = terms.call_M if config.sequence == "call" else terms.episode_M
+    of = terms.call_M if config.options.sequence == "call" else terms.episode_M
     gap_M = token_losses.sequence_mean(now_M - anchor(terms, config), of)
     return torch.stack([gap_M, torch.zeros_like(gap_M)], 1)
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeSums:
-    """Per-episode inputs of preference losses, in float64."""
+def _episode_losses(now_M: Tensor, terms: TermBatch, config: AlgorithmConfig) -> Tensor:
+    """For each term the derivative of its episode's preference loss, and its own part of that loss; in float64."""
+    gain_M = now_M - known(terms.reference_M, "reference")
+    _, index_M, length_E = torch.unique(terms.episode_M, return_inverse=True, return_counts=True)
+    gain_E = torch.zeros(len(length_E), dtype=torch.float64, device=now_M.device)
+    gain_E = gain_E.index_add(0, index_M, gain_M.double())
 
-    gain_E: Tensor
-    """Log-ratio to the reference model, summed over tokens."""
-    length_E: Tensor
-    score_E: Tensor
-    group_E: Tensor
-    kl_E: Tensor | None
-    """The KL that `credit` computed (`Terms.target`); None if it computed none."""
+    def one_each(column_M: Tensor) -> Tensor:
+        return torch.zeros_like(length_E, dtype=column_M.dtype).index_put((index_M,), column_M)
 
-
-def per_episode(rule: Callable[[EpisodeSums, AlgorithmConfig], preference_losses.EpisodeLosses]) -> Prepare:
-    """From a loss over whole episodes: for each term its episode's derivative, and its own part of the loss."""
-
-    def prepare(now_M: Tensor, terms: TermBatch, config: AlgorithmConfig) -> Tensor:
-        gain_M = now_M - known(terms.reference_M, "reference")
-        _, index_M, length_E = torch.unique(terms.episode_M, return_inverse=True, return_counts=True)
-        gain_E = torch.zeros(len(length_E), dtype=torch.float64, device=now_M.device)
-        gain_E = gain_E.index_add(0, index_M, gain_M.double())
-
-        def one_each(column_M: Tensor) -> Tensor:
-            return torch.zeros_like(length_E, dtype=column_M.dtype).index_put((index_M,), column_M)
-
-        kl_E = None if terms.target_M is None else one_each(terms.target_M.double())
-        sums = EpisodeSums(
-            gain_E, length_E.double(), one_each(terms.advantage_M.double()), one_each(terms.group_M), kl_E
-        )
-        pull_E, loss_E = rule(sums, config)
-        return torch.stack([pull_E, loss_E / sums.length_E], 1)[index_M].to(now_M.dtype)
-
-    return prepare
-
-
-def _dpo(sums: EpisodeSums, config: AlgorithmConfig) -> preference_losses.EpisodeLosses:
-    pair_EE = preference_losses.pairs(sums.score_E, sums.group_E, config.min_gap)
-    return preference_losses.dpo(sums.gain_E, pair_EE, config.beta)
-
-
-def _ipo(sums: EpisodeSums, config: AlgorithmConfig) -> preference_losses.EpisodeLosses:
-    pair_EE = preference_losses.pairs(sums.score_E, sums.group_E, config.min_gap)
-    return preference_losses.ipo(sums.gain_E, sums.length_E, pair_EE, config.beta)
-
-
-def _kto(sums: EpisodeSums, config: AlgorithmConfig) -> preference_losses.EpisodeLosses:
-    kl_E = preference_losses.group_kl(sums.gain_E, sums.group_E)
-    if sums.kl_E is not None:
-        kl_E = torch.where(sums.kl_E.isnan(), kl_E, sums.kl_E)
-    return preference_losses.kto(sums.gain_E, sums.score_E > 0, kl_E, config.beta)
+    length_E, score_E, group_E = length_E.double(), one_each(terms.advantage_M.double()), one_each(terms.group_M)
+    if config.loss == "kto":
+        kl_E = preference_losses.group_kl(gain_E, group_E)
+        if terms.target_M is not None:  # the KL that `credit` computed
+            computed_E = one_each(terms.target_M.double())
+            kl_E = torch.where(computed_E.isnan(), kl_E, computed_E)
+        pull_E, loss_E = preference_losses.kto(gain_E, score_E > 0, kl_E, config.options.beta)
+    else:
+        pair_EE = preference_losses.pairs(score_E, group_E, config.options.min_gap)
+        if config.loss == "dpo":
+            pull_E, loss_E = preference_losses.dpo(gain_E, pair_EE, config.options.beta)
+        else:
+            pull_E, loss_E = preference_losses.ipo(gain_E, length_E, pair_EE, config.options.beta)
+    return torch.stack([pull_E, loss_E / length_E], 1)[index_M].to(now_M.dtype)
 
 
 PREPARES: dict[str, Prepare] = {
     "gspo": _sequence_gap,
-    "dpo": per_episode(_dpo),
-    "ipo": per_episode(_ipo),
-    "kto": per_episode(_kto),
+    "dpo": _episode_losses,
+    "ipo": _episode_losses,
+    "kto": _episode_losses,
 }
 """The first part of losses over whole sequences."""
 
 
 def by_token(episode: Ints) -> Floats:
-    """Every token has the same weight (DAPO, BNPO).
-
-    >>> by_token(np.array([0, 0, 1, 1])).tolist()
-    [0.25, 0.25, 0.25, 0.25]
-    """
+    """Every token has the same weight (DAPO, BNPO)."""
     return np.full(len(episode), 1.0 / max(len(episode), 1))
 
 
 def by_episode(episode: Ints) -> Floats:
-    """Every episode has the same weight, divided equally among its tokens, however many branches it has (GRPO).
-
-    >>> by_episode(np.array([0, 0, 1])).tolist()
-    [0.25, 0.25, 0.5]
-    """
+    """Every episode has the same weight, divided equally among its tokens, however many branches it has (GRPO)."""
     return shares(episode) / len(np.unique(episode)) if len(episode) else np.zeros(0)
 
 
 def by_length(episode: Ints, length: int) -> Floats:
-    """Every token has the weight of one in an episode of this length, whatever the length of its own (Dr. GRPO).
-
-    >>> by_length(np.array([0, 0, 1]), 10).tolist()
-    [0.05, 0.05, 0.05]
-    """
+    """Every token has the weight of one in an episode of this length, whatever the length of its own (Dr. GRPO)."""
     return np.full(len(episode), 1.0 / max(len(np.unique(episode)) * length, 1))
 
 
 def reweighted(weight: Floats, factor: Floats) -> Floats:
-    """The weights times a factor each, with the same sum: a row of weight 2 counts as two of weight 1.
-
-    >>> reweighted(np.array([0.5, 0.5]), np.array([1.0, 3.0])).tolist()
-    [0.25, 0.75]
-    """
+    """The weights times a factor each, with the same sum: a row of weight 2 counts as two of weight 1."""
     total = float((weight * factor).sum())
     return weight if not total or (factor == 1).all() else weight * factor * (weight.sum() / total)
 
@@ -228,5 +175,4 @@ COUNTS: dict[str, Callable[[Terms], float]] = {
     "episode": lambda terms: float(len(np.unique(terms.episode))),
     "call": lambda terms: float(len(np.unique(terms.call))),
     "fixed": lambda terms: float(len(np.unique(terms.episode))),
-}
-"""The number of units over which each aggregation is a mean."""
+}  # the number of units over which each aggregation is a mean

@@ -21,7 +21,7 @@ from arborl.algorithms.reward_arrays import kl_costs, with_overlong_penalty
 from arborl.algorithms.selection import reasons, select
 from arborl.algorithms.statistics import whitened, whitened_by_token
 from arborl.algorithms.token_losses import KL, LossParts, ModelOutputs, TermBatch, adapt_kl_coef, value_loss
-from arborl.config.algorithm_config import AlgorithmConfig, TrustRegionConfig, settings_read_by_loss
+from arborl.config.algorithm_config import AlgorithmArgs, AlgorithmConfig, settings_read_by_loss
 from arborl.registry import load
 from arborl.types import Floats, Group, Metrics, Terms
 
@@ -30,22 +30,14 @@ from arborl.types import Floats, Group, Metrics, Terms
 class AlgorithmNeeds:
     """What an algorithm needs to know about each term in addition to what the rollout recorded."""
 
-    proximal: bool = False
-    """Log-probabilities under the weights at the start of the update, before `credit`."""
-    anchor: bool = False
-    """The same, but only in the loss: the first step of the update computes them itself."""
-    reference: bool = False
-    """Log-probabilities under the frozen reference model."""
-    teacher: bool = False
-    """Log-probabilities under the teacher."""
-    value: bool = False
-    """The critic's estimates, and their gradient in the loss."""
-    entropy: bool = False
-    """The gradient of the entropy."""
-    greedy: bool = False
-    """One extra episode per task at temperature 0; its reward is `Group.greedy`."""
-    after: bool = False
-    """The critic's estimates after the last token of truncated episodes."""
+    proximal: bool = False  # log-probabilities under the weights at the start of the update, before `credit`
+    anchor: bool = False  # the same, but only in the loss: the first step of the update computes them itself
+    reference: bool = False  # log-probabilities under the frozen reference model
+    teacher: bool = False  # log-probabilities under the teacher
+    value: bool = False  # the critic's estimates, and their gradient in the loss
+    entropy: bool = False  # the gradient of the entropy
+    greedy: bool = False  # one extra episode per task at temperature 0; its reward is `Group.greedy`
+    after: bool = False  # the critic's estimates after the last token of truncated episodes
 
     def __or__(self, other: AlgorithmNeeds) -> AlgorithmNeeds:
         return AlgorithmNeeds(*(getattr(self, name) or getattr(other, name) for name in self.__slots__))
@@ -65,7 +57,7 @@ class Algorithm(Protocol):
         ...
 
     @property
-    def trust_region(self) -> TrustRegionConfig | None:
+    def trust_region(self) -> AlgorithmArgs | None:
         """Settings of TRPO's step, which replaces the optimizer's; None for other algorithms."""
         ...
 
@@ -78,53 +70,32 @@ class Algorithm(Protocol):
         ...
 
     def count(self, terms: Terms) -> float:
-        """The number of units (episodes, tokens, calls or pairs) in these credited terms over which the loss is a mean.
-
-        The weights of `credit` are normalized over the whole batch; this count renormalizes them for a mini-batch.
-        """
+        """The number of units (episodes, tokens, calls or pairs) over which the loss of these terms is a mean: it
+        renormalizes the weights of `credit`, which are over the whole batch, for a mini-batch."""
         return float(len(np.unique(terms.episode)))
 
     def prepare(self, now_M: Tensor, terms: TermBatch) -> Tensor:
-        """Two numbers per term from the current log-probabilities (without gradient) of whole groups. Their meaning
-        depends on the
-        loss: GSPO's log-ratio; or a preference loss's derivative and the token's part of its value."""
+        """Two numbers per term from the current log-probabilities of whole groups: GSPO's log-ratio; or a preference
+        loss's derivative and the token's part of its value."""
         ...
 
-    def loss(self, outputs: ModelOutputs, terms: TermBatch) -> LossParts:
-        """The loss of every term."""
-        ...
+    def loss(self, outputs: ModelOutputs, terms: TermBatch) -> LossParts: ...
 
     def metrics(self) -> Metrics:
         """Metrics of the last `keep` and `credit`: `dropped/<reason>`, the current KL coefficient, …"""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """What it keeps from step to step, as JSON."""
-        ...
+    def state(self) -> dict[str, Any]: ...
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state`."""
-        ...
+    def load_state(self, state: dict[str, Any]) -> None: ...
 
 
 class Recipe(Algorithm):
-    """One advantage and one loss, built-in or custom, with the settings around them.
-
-    Args:
-        config: the settings.
-        find: returns a custom advantage or loss by name.
-        given: whether it learns from given rows, which no policy sampled.
-
-    Example:
-        algorithm = Recipe(AlgorithmConfig(name="gspo", kl={"coef": 0.01}))
-        kept = algorithm.keep(groups)
-        terms = algorithm.credit(kept, plant(kept).terms)
-    """
+    """One advantage and one loss, built-in or custom, with the settings around them."""
 
     def __init__(self, config: AlgorithmConfig, find: FindObject = load, given: bool = False):
         self.config, self.given = config, given
-        self.custom = custom_parts(config, find)
-        """The custom advantage and the custom loss."""
+        self.custom = custom_parts(config, find)  # the custom advantage and the custom loss
         self.memory: Memory = {}
         self.dropped: Metrics = {}
         self.credit_metrics: Metrics = {}
@@ -149,7 +120,7 @@ class Recipe(Algorithm):
             value=credited and (config.advantage == "gae" or (custom is not None and "value" in custom.inputs)),
             entropy=config.entropy_coef > 0 or (custom_loss is not None and "entropy" in custom_loss.inputs),
             greedy=credited and config.advantage == "remax",
-            after=credited and config.advantage == "gae" and config.bootstrap,
+            after=credited and config.advantage == "gae" and config.options.bootstrap,
         )
 
     @property
@@ -157,8 +128,8 @@ class Recipe(Algorithm):
         return self.config.loss in PREPARES
 
     @property
-    def trust_region(self) -> TrustRegionConfig | None:
-        return self.config.trust_region if self.config.loss == "trpo" else None
+    def trust_region(self) -> AlgorithmArgs | None:
+        return self.config.options if self.config.loss == "trpo" else None
 
     def check(self) -> None:
         """Raise ConfigError if a custom advantage or loss fails its check."""
@@ -193,7 +164,7 @@ class Recipe(Algorithm):
         return dataclasses.replace(
             terms,
             advantage=advantage * self._importance_factors(terms),
-            weight=WEIGHTS[config.aggregation](terms, config.fixed_length),
+            weight=WEIGHTS[config.aggregation](terms, config.options.fixed_length),
             target=terms.target if target is None else target,
         )
 
@@ -209,10 +180,10 @@ class Recipe(Algorithm):
         score_E = np.array([episode.reward for episode in episodes], dtype=np.float64)
         weight_E = np.array([episode.weight for episode in episodes], dtype=np.float64)
         if config.loss not in ("dpo", "ipo", "kto"):
-            weight = WEIGHTS[config.aggregation](terms, config.fixed_length)
+            weight = WEIGHTS[config.aggregation](terms, config.options.fixed_length)
             return dataclasses.replace(terms, weight=reweighted(weight, weight_E[terms.episode]))
         if config.loss == "kto":
-            score_E = np.where(score_E >= config.reward_threshold, 1.0, -1.0) * (weight_E > 0)
+            score_E = np.where(score_E >= config.options.reward_threshold, 1.0, -1.0) * (weight_E > 0)
         if self._needs_mismatched and len(terms):
             terms = dataclasses.replace(terms, target=np.full(len(terms), self._kto_kl(terms, weight_E == 0)))
         terms = dataclasses.replace(terms, advantage=score_E[terms.episode])
@@ -220,7 +191,6 @@ class Recipe(Algorithm):
         return dataclasses.replace(terms, weight=each / max(self.count(terms), 1.0))
 
     def _kto_kl(self, terms: Terms, mismatched_E: NDArray[np.bool_]) -> float:
-        """KTO's reference point under the weights at the start of the update."""
         gain_E = np.bincount(terms.episode, terms.proximal - terms.reference, minlength=len(mismatched_E))
         if not mismatched_E.any():
             raise ValueError("KTO on given rows needs completions of other prompts for its KL, and the batch has none")
@@ -233,7 +203,7 @@ class Recipe(Algorithm):
         if config.loss in ("dpo", "ipo"):
             first = np.unique(terms.episode, return_index=True)[1]
             score_E, group_E = torch.from_numpy(terms.advantage[first]), torch.from_numpy(terms.tree[first])
-            return float(preference_losses.pairs(score_E, group_E, config.min_gap).sum())
+            return float(preference_losses.pairs(score_E, group_E, config.options.min_gap).sum())
         if config.loss == "kto":
             return float(len(np.unique(terms.episode[terms.advantage != 0])))
         return COUNTS[config.aggregation](terms)
@@ -242,7 +212,7 @@ class Recipe(Algorithm):
         """The factor of each term's advantage for tokens that another policy or engine sampled."""
         config, factor = self.config, np.ones(len(terms))
         if config.importance_weights.kind != "none" and len(terms):
-            of = terms.call if config.sequence == "call" else terms.episode
+            of = terms.call if config.options.sequence == "call" else terms.episode
             ratio = ratios(
                 terms.proximal - terms.logprob, of if config.importance_weights.level == "sequence" else None
             )
@@ -281,8 +251,8 @@ class Recipe(Algorithm):
             loss_M = loss_M - config.entropy_coef * outputs.entropy_M
         if self.needs.value:
             before_M, target_M = known(terms.value_M, "value"), known(terms.target_M, "target")
-            value_M = value_loss(known(outputs.value_M, "value"), before_M, target_M, config.value.clip)
-            loss_M, logged["policy/value_loss"] = loss_M + config.value.coef * value_M, value_M.detach()
+            value_M = value_loss(known(outputs.value_M, "value"), before_M, target_M, config.options.value_clip)
+            loss_M, logged["policy/value_loss"] = loss_M + config.options.value_coef * value_M, value_M.detach()
         return loss_M, logged
 
     def metrics(self) -> Metrics:
@@ -296,6 +266,5 @@ class Recipe(Algorithm):
 
 
 def drop_metrics(dropped: Mapping[str, int], config: AlgorithmConfig) -> Metrics:
-    """The numbers of dropped episodes and groups by reason, including zeros."""
     known = dict.fromkeys(reasons(config), 0) | dict(dropped)
     return {f"dropped/{why}": float(count) for why, count in sorted(known.items())}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -34,7 +33,6 @@ def is_overlong(episode: Episode) -> bool:
 
 
 def cut_rows(groups: Sequence[Group], terms: Terms) -> Ints:
-    """The last term of each truncated episode."""
     cut = np.array(
         [episode.stop in TRUNCATED_STOPS for group in groups for episode in group.valid_episodes], dtype=bool
     )
@@ -55,11 +53,7 @@ def with_overlong_penalty(group: Group, overlong: OverlongConfig) -> Group:
 
 
 def turn_rewards(episode: Episode) -> Floats:
-    """The reward of each turn; their sum is the episode's reward.
-
-    The environment's rewards, times the weight of `env`, belong to their turns; every other reward belongs to the last
-    turn.
-    """
+    """The environment's reward of each turn, times the weight of `env`; other rewards belong to the last turn."""
     turns = max([len(episode.turns), *(call.turn + 1 for call in episode.calls)], default=0)
     out = np.zeros(max(turns, 1))
     if episode.turn_weight:
@@ -69,56 +63,28 @@ def turn_rewards(episode: Episode) -> Floats:
 
 
 def kl_costs(terms: Terms, kl: KLConfig, coef: float) -> Floats:
-    """The KL penalty of each term if it is part of the reward, else 0.
-
-    Both log-probabilities are the learner's: the engine's differ slightly.
-    """
+    """The KL penalty of each term if it is part of the reward, else 0."""
     if kl.where != "reward" or coef == 0 or not len(terms):
         return np.zeros(len(terms))
     policy, reference = torch.from_numpy(terms.proximal), torch.from_numpy(terms.reference)
     return np.asarray(coef * KL[kl.estimator](policy, reference).numpy(), dtype=np.float64)
 
 
-@dataclass(frozen=True)
 class RewardArrays:
-    """The rewards of a batch at every level, including the KL penalty."""
+    """The rewards of a batch at every level, minus the KL penalty `cost_M` of each term (`kl_costs`)."""
 
-    groups: Sequence[Group]
-    terms: Terms
-    cost_M: Floats
-    """The KL penalty of each term (`kl_costs`)."""
-
-    @cached_property
-    def episodes(self) -> list[Episode]:
-        return [episode for group in self.groups for episode in group.valid_episodes]
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Episodes of each group."""
-        return [len(group.valid_episodes) for group in self.groups]
-
-    @cached_property
-    def group_E(self) -> Ints:
-        return np.repeat(np.arange(len(self.groups)), self.sizes)
-
-    @cached_property
-    def cost_E(self) -> Floats:
-        return np.bincount(self.terms.episode, self.cost_M, minlength=len(self.episodes)).astype(np.float64)
-
-    @cached_property
-    def reward_E(self) -> Floats:
-        return np.array([episode.reward for episode in self.episodes], dtype=np.float64) - self.cost_E
-
-    @cached_property
-    def length_E(self) -> Floats:
-        """Sampled tokens."""
-        return np.array([episode.sampled for episode in self.episodes], dtype=np.float64)
+    def __init__(self, groups: Sequence[Group], terms: Terms, cost_M: Floats):
+        self.groups, self.terms, self.cost_M = groups, terms, cost_M
+        self.episodes = [episode for group in groups for episode in group.valid_episodes]
+        self.sizes = [len(group.valid_episodes) for group in groups]
+        self.group_E: Ints = np.repeat(np.arange(len(groups)), self.sizes)
+        self.cost_E: Floats = np.bincount(terms.episode, cost_M, minlength=len(self.episodes)).astype(np.float64)
+        self.reward_E = np.array([episode.reward for episode in self.episodes], dtype=np.float64) - self.cost_E
+        self.length_E = np.array([episode.sampled for episode in self.episodes], dtype=np.float64)  # sampled tokens
 
     def by_group(self, value_E: Floats) -> list[Floats]:
-        """Numbers of all episodes, one array per group."""
         return np.split(value_E, np.cumsum(self.sizes)[:-1]) if self.sizes else []
 
-    @cached_property
     def named(self) -> dict[str, list[Floats]]:
         """Each reward by name, group by group; 0 for an episode without it. The KL penalty is named `kl`."""
         names = dict.fromkeys(name for episode in self.episodes for name in episode.rewards) or ("none",)
@@ -129,22 +95,16 @@ class RewardArrays:
 
     @cached_property
     def turns(self) -> list[Floats]:
-        """Rewards of each episode's turns."""
         found = [turn_rewards(episode) for episode in self.episodes]
         for episode, rows in self.rows.items():
             np.subtract.at(found[episode], self.terms.turn[rows], self.cost_M[rows])
         return found
 
-    @cached_property
-    def first_E(self) -> Ints:
-        """Index of each episode's first turn among all N."""
-        return np.concatenate([[0], np.cumsum([len(turns) for turns in self.turns])])[:-1].astype(np.int64)
-
-    @cached_property
+    @property
     def episode_N(self) -> Ints:
         return np.repeat(np.arange(len(self.turns)), [len(turns) for turns in self.turns])
 
-    @cached_property
+    @property
     def state_N(self) -> list[str]:
         """Key of the state before each turn; empty if there is none."""
         keys = [[turn.state_key for turn in episode.turns] for episode in self.episodes]
@@ -155,10 +115,11 @@ class RewardArrays:
         ]
 
     def per_term(self, value_N: Floats) -> Floats:
-        """The value of each term's turn."""
-        return value_N[self.first_E[self.terms.episode] + self.terms.turn] if len(self.terms) else np.zeros(0)
+        sizes = [len(turns) for turns in self.turns]
+        first_E = np.cumsum(sizes) - sizes
+        return value_N[first_E[self.terms.episode] + self.terms.turn] if len(self.terms) else np.zeros(0)
 
-    @cached_property
+    @property
     def reward_M(self) -> Floats:
         """The reward of each term: a turn's reward is at the last term up to the end of that turn."""
         out = -self.cost_M

@@ -18,11 +18,8 @@ from arborl.types import Episode, Group
 
 
 def select(groups: Sequence[Group], config: AlgorithmConfig) -> tuple[list[Group], Counter[str]]:
-    """The groups to learn from, without unusable episodes, and the numbers of dropped ones by reason.
-
-    Reasons for episodes are counted in episodes, reasons for groups (`zero_variance`, `nothing_sampled`, …) in groups.
-    A group that loses no episode is returned as the same object.
-    """
+    """The groups to learn from, without unusable episodes, and the numbers of dropped ones by reason: episodes, or
+    groups for reasons such as `zero_variance`. A group that loses no episode is returned as the same object."""
     dropped: Counter[str] = Counter()
     kept = []
     for group in groups:
@@ -67,7 +64,7 @@ def _episode_drop_reason(episode: Episode, config: AlgorithmConfig) -> str:
         return "reward_not_finite"
     if config.overlong.filter and is_overlong(episode):
         return "overlong"
-    if config.loss == "sft" and episode.reward < config.reward_threshold:
+    if config.loss == "sft" and episode.reward < config.options.reward_threshold:
         return "below_threshold"
     return ""
 
@@ -96,7 +93,7 @@ def _pairs(episodes: Sequence[Episode], config: AlgorithmConfig) -> torch.Tensor
     score = torch.tensor([e.reward for e in episodes], dtype=torch.float64)
     sampled = torch.tensor([e.sampled > 0 for e in episodes])
     same = torch.zeros(len(episodes), dtype=torch.int64)
-    return preference_losses.pairs(score, same, config.min_gap) & sampled[:, None] & sampled[None, :]
+    return preference_losses.pairs(score, same, config.options.min_gap) & sampled[:, None] & sampled[None, :]
 
 
 def _keep_pairs(group: Group, config: AlgorithmConfig, dropped: Counter[str]) -> Group:
@@ -104,7 +101,7 @@ def _keep_pairs(group: Group, config: AlgorithmConfig, dropped: Counter[str]) ->
     survivors = group.valid_episodes
     scored = with_overlong_penalty(Group(group.task, survivors), config.overlong).episodes
     found = _pairs(scored, config)
-    if config.pairs == "best_worst":
+    if config.options.pairs == "best_worst":
         places = [i for i, episode in enumerate(scored) if episode.sampled]
         chosen = [max(places, key=lambda i: scored[i].reward), min(places, key=lambda i: scored[i].reward)]
         kept = [survivors[i] for i in sorted(chosen)]
@@ -112,9 +109,6 @@ def _keep_pairs(group: Group, config: AlgorithmConfig, dropped: Counter[str]) ->
         kept = [episode for i, episode in enumerate(survivors) if found[i].any() or found[:, i].any()]
     dropped["outside_pairs"] += len(survivors) - len(kept)
     return group if len(kept) == len(group.episodes) else dataclasses.replace(group, episodes=kept)
-
-
-# ------------------------------------------------------------------------------------------------ nothing to compare
 
 
 def _constant_rewards(episodes: Sequence[Episode], config: AlgorithmConfig) -> bool:
@@ -157,5 +151,4 @@ CONSTANT: dict[str, Callable[[Sequence[Episode], AlgorithmConfig], bool]] = {
     "gigpo": _constant_in_every_state,
     "starpo": _constant_trajectories,
     "step_reinforce": _constant_returns,
-}
-"""Advantages that compare something else than the episode's reward."""
+}  # advantages that compare something else than the episode's reward

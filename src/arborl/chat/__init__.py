@@ -9,27 +9,18 @@ traced_template.py    Rewrites a template's loops for incremental rendering
 control_tokens.py     Escaping of control tokens in messages
 tokenizer.py          Text to token ids and back
 messages.py           Messages in OpenAI's format
-formats/              Tool-call formats, one file each
+formats/              Tool-call formats: text to calls and back
 """
 
 from arborl.chat.chat_template import Template
 from arborl.chat.control_tokens import Rendered
 from arborl.chat.conversation import Conversations, Prompt
 from arborl.chat.formats import PARSERS, ToolCallParser
-from arborl.chat.formats.hermes import HermesParser
+from arborl.chat.formats.json_formats import HermesParser
 from arborl.chat.renderer import Renderer
 from arborl.chat.tokenizer import FileTokenizer, TextTokenizer, Tokenizer
 
 __all__ = [
-    "PARSERS",
-    "Conversations",
-    "FileTokenizer",
-    "HermesParser",
-    "Prompt",
-    "Rendered",
-    "Renderer",
-    "Template",
-    "TextTokenizer",
-    "Tokenizer",
-    "ToolCallParser",
-]
+    "PARSERS", "Conversations", "FileTokenizer", "HermesParser", "Prompt", "Rendered", "Renderer", "Template",
+    "TextTokenizer", "Tokenizer", "ToolCallParser",
+]  # fmt: skip

@@ -73,10 +73,7 @@ def template_source(setting: str, tokenizer: FileTokenizer) -> str:
         ) from error
 
 
-# ------------------------------------------------------------------------------------------------ tools
-
-PROBE_NAME = "arbor_probe"
-"""Text that is searched in a render; no template writes it by itself."""
+PROBE_NAME = "arbor_probe"  # text that is searched in a render; no template writes it by itself
 PROBE_TOOL = ToolSpec(PROBE_NAME, "Probe.", {"type": "object", "properties": {"x": {"type": "string"}}})
 PROBE_USER = Message("user", "Hello.")
 PROBE_CALL = Message("assistant", tool_calls=(ToolCall("call00000", PROBE_NAME, {"x": "1"}),))
@@ -129,14 +126,11 @@ class TemplateSupport:
 
     tools: bool
     system: bool
-    calls: bool
-    """Tool calls of messages written by hand."""
+    calls: bool  # tool calls of messages written by hand
     results: bool
-    """Messages of role `tool`."""
 
 
 def template_support(template: Template) -> TemplateSupport:
-    """What the template shows, found by rendering probes."""
 
     def shows(*messages: Message, tools: tuple[ToolSpec, ...] = ()) -> bool:
         try:
@@ -162,7 +156,6 @@ def add_tool_section(source: str, support: TemplateSupport, parser: ToolCallPars
 
 
 def call_instructions(parser: ToolCallParser) -> str:
-    """Instructions with an example call in the parser's format."""
     for example in (ToolCall("call_0", "TOOL", {"NAME": "VALUE"}), ToolCall("call_0", "python", {"code": "CODE"})):
         try:
             return f"\nTo call one, write\n{parser.format(example)}"

@@ -31,12 +31,10 @@ from arborl.errors import ConfigError, did_you_mean
 from arborl.types import Message, ToolSpec
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
-"""Variables that Arbor sets for every template."""
 DICT_METHODS = frozenset(dir(dict))
 MAX_POWER, MAX_REPEATED = 1000, 1_000_000
 ESCAPED_DIVIDER = json.dumps(DIVIDER)[1:-1]
-MAX_SECONDS = 10.0
-"""Processor time of one render; normal ones take milliseconds."""
+MAX_SECONDS = 10.0  # processor time of one render; normal ones take milliseconds
 CHECK_SECONDS = 0.5
 MAX_IDLE_CHECKS = 20
 
@@ -46,19 +44,9 @@ class RenderTimeout(jinja2.TemplateError):
 
 
 class RenderDeadline:
-    """Ends renders that take too long.
-
-    A render registers a mark, which costs less than a microsecond. A thread checks the marks twice a second and raises
-    `RenderTimeout` in the thread of a render that used too much processor time; wall time would be wrong on a busy
-    machine.
-
-    Example:
-        mark = deadline.begin()
-        try:
-            …                    # RenderTimeout may be raised here
-        finally:
-            deadline.end(mark)   # and not behind this line
-    """
+    """Ends renders that take too long. A render registers a mark, which costs less than a microsecond. A thread checks
+    the marks twice a second and raises `RenderTimeout` in the thread of a render that used too much processor time;
+    wall time would be wrong on a busy machine."""
 
     def __init__(self, seconds: float = MAX_SECONDS, check_seconds: float = CHECK_SECONDS):
         self.seconds, self.check_seconds = seconds, check_seconds
@@ -68,7 +56,6 @@ class RenderDeadline:
         self._checker: threading.Thread | None = None
 
     def begin(self) -> object:
-        """Register a render of this thread."""
         mark = object()
         self._renders[mark] = get_ident()
         if self._checker is None:
@@ -76,7 +63,6 @@ class RenderDeadline:
         return mark
 
     def end(self, mark: object) -> None:
-        """Unregister a render."""
         if self._renders.pop(mark, None) is None:
             while mark not in self._interrupted:
                 time.sleep(0.001)
@@ -110,7 +96,6 @@ class RenderDeadline:
             self._start()
 
     def interrupt(self, mark: object) -> None:
-        """End this render, unless it has ended."""
         thread = self._renders.pop(mark, None)
         if thread is not None:
             _raise_in(thread, RenderTimeout)
@@ -148,25 +133,8 @@ def render_timeout_error() -> ConfigError:
     )
 
 
-# ------------------------------------------------------------------------------------------------ templates
-
-
 class Template:
-    """Renders a conversation as one text.
-
-    Example:
-        template = Template(source, bos_token=None, eos_token="<|im_end|>")
-        template.render([Message("user", "Hi")], tools=(), generation=True)
-        # '<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n'
-
-    Args:
-        source: the Jinja template.
-        bos_token: text of the begin token, if the model has one.
-        eos_token: text of the end token.
-        with_tools: another template for conversations with tools; some models have two.
-        now: time of `strftime_now`; fixed, so that all renders of a run have the same date.
-        arguments: further variables of the template, such as `enable_thinking`.
-    """
+    """Renders a conversation as one text."""
 
     def __init__(
         self,
@@ -237,7 +205,6 @@ class Template:
             raise ValueError(f"the chat template refused the messages ({roles}): {error}") from error
 
     def variables(self, tools: Sequence[ToolSpec], generation: bool, escaper: MessageEscaper) -> dict[str, Any]:
-        """The template's variables without the messages."""
         template = self._with_tools if tools else self._plain
         return {
             **template.globals,

@@ -19,16 +19,13 @@ from typing import Any
 from arborl.fast_init import fast_init
 from arborl.types import Message, ToolCall, ToolSpec
 
-DIVIDER = "\U000f0000"
-"""A private-use character. In messages it is doubled, so an odd number of them is a divider."""
+DIVIDER = "\U000f0000"  # A private-use character. In messages it is doubled, so an odd number of them is a divider.
 DIVIDERS = re.compile(f"{DIVIDER}+")
-THINKING = ("<think>", "</think>", "[THINK]", "[/THINK]")
-"""Written by models; some tokenizers list them as special."""
+THINKING = ("<think>", "</think>", "[THINK]", "[/THINK]")  # written by models; some tokenizers list them as special
 
 CACHED_MESSAGES, MAX_CACHED_CHARS = 8192, 2048
 """Escaped messages in the cache, and their maximum length; the episodes of a group share messages."""
-CACHED_TOOLS, MAX_TOOLS_CHARS = 64, 65_536
-"""Escaped tool lists in the cache, and their maximum length as text."""
+CACHED_TOOLS, MAX_TOOLS_CHARS = 64, 65_536  # escaped tool lists in the cache, and their maximum length as text
 
 
 @fast_init
@@ -37,11 +34,9 @@ class Rendered:
     """A rendered text and the positions where control text is quoted."""
 
     text: str
-    quoted: tuple[int, ...] = ()
-    """Positions in order; control text that covers one of them is text."""
+    quoted: tuple[int, ...] = ()  # positions in order; control text that covers one of them is text
 
     def starts_with(self, beginning: Rendered) -> bool:
-        """Whether `beginning` is a prefix, with the same quoted positions."""
         if not self.text.startswith(beginning.text):
             return False
         if not self.quoted and not beginning.quoted:
@@ -50,11 +45,9 @@ class Rendered:
         return self.quoted[:count] == beginning.quoted and all(place >= size for place in self.quoted[count:])
 
     def until(self, size: int) -> Rendered:
-        """The first `size` characters."""
         return Rendered(self.text[:size], self.quoted[: bisect_left(self.quoted, size)])
 
     def after(self, size: int, before: str = "") -> Rendered:
-        """The text behind the first `size` characters, with `before` in front of it."""
         if not self.quoted:
             return Rendered(before + self.text[size:])
         shift = len(before) - size
@@ -79,7 +72,6 @@ class TextParts:
         return join_rendered(self.parts)
 
     def starts_with(self, beginning: TextParts) -> bool:
-        """Whether `beginning` is a prefix, with the same quoted positions."""
         if beginning.size > self.size:
             return False
         at = 0
@@ -95,7 +87,6 @@ class TextParts:
         return join_rendered(rest).starts_with(join_rendered(others))
 
     def after(self, size: int, before: str = "") -> Rendered:
-        """The text behind the first `size` characters, with `before` in front of it."""
         at, count = self.size, len(self.parts)
         while at > size:
             count -= 1
@@ -111,7 +102,6 @@ class TextParts:
 
 
 def join_rendered(parts: Sequence[Rendered]) -> Rendered:
-    """The concatenated text."""
     if len(parts) == 1:
         return parts[0]
     if not any(part.quoted for part in parts):
@@ -136,10 +126,8 @@ def remove_dividers(text: str) -> Rendered:
 
 
 class ControlTextDivider:
-    """Inserts a divider behind the first character of every control text.
-
-    An incomplete control text at the end of the text is divided too: the template may write its other half behind it.
-    """
+    """Inserts a divider behind the first character of every control text. An incomplete control text at the end of the
+    text is divided too: the template may write its other half behind it."""
 
     def __init__(self, controls: Iterable[str]):
         controls = frozenset(controls)
@@ -218,7 +206,6 @@ class MessageEscaper:
         return escaped
 
     def arguments(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Further variables of a template, escaped as prompts are."""
         return {name: _map_texts(value, self.prompt) for name, value in values.items()} if values else values
 
     def _tool(self, tool: ToolSpec) -> dict[str, Any]:
@@ -227,7 +214,6 @@ class MessageEscaper:
 
 
 NO_ESCAPING = MessageEscaper()
-"""For models without control tokens."""
 
 
 def _map_texts(value: Any, divide: Callable[[str], str]) -> Any:

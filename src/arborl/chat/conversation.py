@@ -29,8 +29,7 @@ log = logging.getLogger(__name__)
 
 USUAL_CHARS, SLACK = 8, 16
 """Characters per token that no text exceeds on average, and tokens that cutting a text may add."""
-JSON_FACTOR = 4
-"""How many times shorter than JSON a template may write tools."""
+JSON_FACTOR = 4  # how many times shorter than JSON a template may write tools
 
 
 @fast_init
@@ -40,8 +39,7 @@ class Prompt:
 
     tokens: Tokens
     parts: TextParts
-    reused: int
-    """Leading tokens of an earlier call; 0 begins a new branch."""
+    reused: int  # leading tokens of an earlier call; 0 begins a new branch
 
     @property
     def shown(self) -> Rendered:
@@ -64,7 +62,6 @@ class ConversationBranch:
 
     @property
     def size(self) -> int:
-        """Tokens of prompt and reply."""
         return len(self.prompt) + len(self.sampled)
 
 
@@ -72,16 +69,7 @@ ROOT = ConversationBranch(TextParts(()), Tokens(), ())
 
 
 class Conversations:
-    """The branches of one episode; conversations may be interleaved.
-
-    Example:
-        conversations = Conversations(renderer)
-        prompt = conversations.prompt(messages)
-        completion = await engine.generate(prompt.tokens, sampling, session="…")
-        conversations.record(prompt, completion)
-        messages += [renderer.read(completion), Message("user", "Go on.")]
-        conversations.prompt(messages).tokens     # begins with prompt.tokens + completion.tokens
-    """
+    """The branches of one episode; conversations may be interleaved."""
 
     def __init__(self, renderer: Renderer):
         self.renderer = renderer
@@ -97,7 +85,6 @@ class Conversations:
         return Prompt(branch.prompt + further, shown, reused=branch.size)
 
     def count(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> int:
-        """Number of token ids of these messages."""
         _, branch, rest = self._extend(messages, tools)
         return branch.size + len(rest)
 
@@ -111,18 +98,15 @@ class Conversations:
     def _extend(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], begins: str = ""
     ) -> tuple[TextParts, ConversationBranch, list[int]]:
-        """The text, the branch that it extends, and the new ids."""
         shown = self._incremental.render(messages, tools)
         shown = shown.extended(self.renderer.escape_reply(begins)) if begins else shown
         branch = self._longest_branch(shown, messages)
         return shown, branch, self._encode(shown, branch)
 
     def _longest_branch(self, shown: TextParts, messages: Sequence[Message]) -> ConversationBranch:
-        """The longest branch that this text extends.
-
-        Among branches of equal length the one whose reply is among the messages, because parallel calls may write the
-        same text in other tokens; otherwise the latest, because an agent that calls twice continues the second reply.
-        """
+        """The longest branch that this text extends. Among branches of equal length the one whose reply is among the
+        messages, because parallel calls may write the same text in other tokens; otherwise the latest, because an agent
+        that calls twice continues the second reply."""
         best = ROOT
         for branch in reversed(self._branches):
             longer = branch.shown.size - best.shown.size
@@ -140,15 +124,6 @@ class Conversations:
         reply: Message | None = None,
         texts: tuple[str, str] | None = None,
     ) -> None:
-        """Record the model's completion of `prompt` as a branch.
-
-        Args:
-            prompt: the input of the call.
-            completion: its sampled tokens.
-            at: index of the call among concurrent ones; the last without one.
-            reply: the message that the agent got.
-            texts: result of `Renderer.split_completion`, if known.
-        """
         renderer, ids = self.renderer, completion.tokens
         content, end = renderer.split_completion(completion) if texts is None else texts
         content_ids = ids[:-1] if ids and ids[-1] in renderer.stop else ids
@@ -162,11 +137,9 @@ class Conversations:
         self._branches.insert(len(self._branches) if at is None else at, branch)
 
     def _encode(self, shown: TextParts, after: ConversationBranch) -> list[int]:
-        """Ids of the text behind a branch.
-
-        Ids behind a stop token do not depend on the text before it, but they may depend on the token itself: some
-        tokenizers mark the start of a text, and some control tokens absorb white space behind them.
-        """
+        """Ids of the text behind a branch. Ids behind a stop token do not depend on the text before it, but they may
+        depend on the token itself: some tokenizers mark the start of a text, and some control tokens absorb white space
+        behind them."""
         renderer, last, size = self.renderer, after.sampled[-1:], after.shown.size
         if last and last[0] in renderer.stop and size < shown.size:
             ids = renderer.encode(shown.after(size, before=renderer.tokenizer.decode(last)))
@@ -182,16 +155,12 @@ def contains_reply(messages: Sequence[Message], branch: ConversationBranch) -> b
 
 @cache
 def _warn_control_token(token: str) -> None:
-    """Warn once per token."""
     log.warning(
         "the model wrote the control token %s within a reply; later prompts show it as text. If its tool calls begin "
         "with it, give its parser `tokens = (%r,)`.",
         token,
         token,
     )
-
-
-# ------------------------------------------------------------------------------------------------ context limits
 
 
 def messages_exceed(messages: Sequence[Message], tokenizer: TextTokenizer, most: int) -> bool:
@@ -209,7 +178,6 @@ def tools_exceed(messages: Sequence[Message], tools: Sequence[ToolSpec], tokeniz
 
 
 def tool_text(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
-    """Tools and tool calls as JSON."""
     calls = [[call.name, call.arguments] for message in messages for call in message.tool_calls]
     specs = [[tool.name, tool.description, tool.parameters] for tool in tools]
     return json.dumps([calls, specs], ensure_ascii=False, default=str) if calls or specs else ""
@@ -221,11 +189,8 @@ def rendered_exceeds(shown: Rendered, renderer: Renderer, most: int) -> bool:
 
 
 def has_more_tokens(text: str, encode: Callable[[str], Sequence[int]], most: int) -> bool:
-    """Whether a text has more than `most` tokens.
-
-    Tokenising megabytes would block all other episodes for seconds. A prefix of the text suffices in general; only if
-    it has long tokens, prefixes of double length follow.
-    """
+    """Whether a text has more than `most` tokens. Tokenising megabytes would block all other episodes for seconds. A
+    prefix of the text suffices in general; only if it has long tokens, prefixes of double length follow."""
     end = USUAL_CHARS * most
     while end < len(text):
         if len(encode(text[:end])) > most + SLACK:

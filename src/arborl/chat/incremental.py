@@ -38,15 +38,11 @@ from arborl.types import Message, ToolSpec
 if TYPE_CHECKING:
     from arborl.chat.renderer import Renderer
 
-MAX_CONVERSATIONS = 8
-"""Conversations kept per episode, for agents that alternate between several."""
+MAX_CONVERSATIONS = 8  # conversations kept per episode, for agents that alternate between several
 MAX_FIRST_PROMPTS, MAX_FIRST_CHARS = 1024, 65_536
 """First prompts kept per renderer, and their maximum length in characters."""
 NOT_READ = object()
 EMPTY = Rendered("")
-
-
-# ------------------------------------------------------------------------------------------------ one render
 
 
 @dataclass(slots=True)
@@ -55,12 +51,9 @@ class LoopIteration:
 
     item: Any
     text: Rendered = EMPTY
-    next_item: Any = NOT_READ
-    """The next item, if it was read."""
-    last_read: int = -1
-    """The last message that was read, by index."""
-    read: list[tuple[int, str, Any]] = field(default_factory=list)
-    """Values read from namespaces: (number, name, value)."""
+    next_item: Any = NOT_READ  # the next item, if it was read
+    last_read: int = -1  # the last message that was read, by index
+    read: list[tuple[int, str, Any]] = field(default_factory=list)  # values read from namespaces: (number, name, value)
     written: list[tuple[int, str, Any]] = field(default_factory=list)
 
 
@@ -70,24 +63,14 @@ class LoopRecord:
 
     names: Mapping[str, Any] = field(default_factory=dict)
     before: Rendered = EMPTY
-    """Text in front of the loop."""
     iterations: list[LoopIteration] = field(default_factory=list)
 
 
 LoopRecords = dict[int, LoopRecord]
-"""The loops of a render by number."""
 
 
 class TemplateRender:
-    """One render of a traced template.
-
-    Args:
-        template: made by `trace_loops`.
-        variables: the template's variables without the messages.
-        messages: in the form of templates.
-        earlier: records of an earlier render.
-        common: number of leading messages that equal those of the earlier render.
-    """
+    """One render of a traced template."""
 
     def __init__(
         self,
@@ -102,7 +85,6 @@ class TemplateRender:
         self.records: LoopRecords = {}
         self.namespaces: list[TracedNamespace] = []
         self.iteration: LoopIteration | None = None
-        """The iteration in progress."""
         self._written: list[str] = []
         self._parts: list[Rendered] = []
 
@@ -125,7 +107,6 @@ class TemplateRender:
         return TextParts(self._parts)
 
     def _take_text(self) -> str:
-        """Text written since the last call."""
         text = "".join(self._written)
         self._written.clear()
         return text
@@ -185,7 +166,6 @@ class TemplateRender:
         return self.namespaces[-1]
 
     def record_read(self, index: int) -> None:
-        """Record that the iteration read a message."""
         if self.iteration is not None and index > self.iteration.last_read:
             self.iteration.last_read = index
 
@@ -220,9 +200,6 @@ def _same_item(one: Any, other: Any) -> bool:
     return texts and type(other) is dict and one == other
 
 
-# ------------------------------------------------------------------------------------------------ conversations
-
-
 @fast_init
 @dataclass(frozen=True, slots=True, eq=False)
 class RenderedConversation:
@@ -233,7 +210,6 @@ class RenderedConversation:
     calls: tuple[str, ...] | None = None
     """Tool calls of each message as text, because they are mutable; None if no message has calls written by hand."""
     shown: Sequence[dict[str, Any]] = ()
-    """The messages in the form of templates."""
     records: LoopRecords = field(default_factory=dict)
 
     def common(self, template: jinja2.Template, messages: tuple[Message, ...], calls: tuple[str, ...] | None) -> int:
@@ -252,22 +228,14 @@ NO_CONVERSATION = RenderedConversation()
 
 
 class IncrementalRenderer:
-    """Renders the conversations of one episode.
-
-    Example:
-        incremental = IncrementalRenderer(renderer)
-        incremental.render(messages)                       # renders all messages
-        incremental.render([*messages, reply, answer])     # renders the last two; equals renderer.render
-    """
+    """Renders the conversations of one episode."""
 
     def __init__(self, renderer: Renderer):
         self.renderer = renderer
         self._conversations: list[RenderedConversation] = []
-        """The latest last."""
         self._untraceable: set[jinja2.Template] = set()
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> TextParts:
-        """The conversation up to the start of the model's reply."""
         renderer, template = self.renderer, self.renderer.template.traced(tools)
         if template is None or template in self._untraceable:
             return TextParts([renderer.render(messages, tools)])
@@ -313,9 +281,6 @@ class IncrementalRenderer:
         return best, most
 
 
-# ------------------------------------------------------------------------------------------------ first prompts
-
-
 @dataclass(frozen=True, slots=True)
 class FirstPrompt:
     """The first prompt of an episode; the episodes of a group share it."""
@@ -342,11 +307,7 @@ class ToolsKey:
 
 
 class FirstPromptCache:
-    """First prompts of one renderer, each rendered and tokenised once.
-
-    Example:
-        prompt = FirstPromptCache(renderer).find(messages, tools)      # None if it cannot be cached
-    """
+    """First prompts of one renderer, each rendered and tokenised once."""
 
     def __init__(self, renderer: Renderer):
         self.renderer = renderer

@@ -15,11 +15,7 @@ EXAMPLE = '{"role": "user", "content": "…"}'
 
 
 def read_messages(value: Any, where: str) -> tuple[Message, ...]:
-    """Messages from a list of messages and dicts. Raises ValueError.
-
-    Example:
-        read_messages([Message("system", "Be brief."), {"role": "user", "content": "6*7?"}], "messages")
-    """
+    """Messages from a list of messages and dicts. Raises ValueError."""
     if type(value) not in (tuple, list) and (
         isinstance(value, str | bytes | Mapping | Message) or not hasattr(value, "__iter__")
     ):
@@ -28,7 +24,9 @@ def read_messages(value: Any, where: str) -> tuple[Message, ...]:
     if all(type(one) is Message and type(one.content) is str and one.role in ROLES for one in messages):
         return messages
     return tuple(
-        one if isinstance(one, Message) and _is_valid(one) else read_message(one, f"{where}[{index}]")
+        one
+        if isinstance(one, Message) and isinstance(one.content, str) and one.role in ROLES
+        else read_message(one, f"{where}[{index}]")
         for index, one in enumerate(messages)
     )
 
@@ -37,9 +35,7 @@ def read_tools(value: Any, where: str) -> tuple[ToolSpec, ...]:
     """Tools, or dicts as OpenAI writes them: `{"type": "function", "function": {…}}`. Raises ValueError."""
     if isinstance(value, str | bytes | Mapping | ToolSpec) or not hasattr(value, "__iter__"):
         raise ValueError(f"{where}: {type(value).__name__}, not a list of tools. Write [{TOOL}].")
-    return tuple(
-        one if isinstance(one, ToolSpec) else _tool(one, f"{where}[{index}]") for index, one in enumerate(value)
-    )
+    return tuple(one if isinstance(one, ToolSpec) else _tool(one, f"{where}[{i}]") for i, one in enumerate(value))
 
 
 def _tool(value: Any, where: str) -> ToolSpec:
@@ -78,10 +74,6 @@ def read_message(value: Any, where: str) -> Message:
     )
 
 
-def _is_valid(message: Message) -> bool:
-    return isinstance(message.content, str) and message.role in ROLES
-
-
 def _text_or_none(value: Mapping[str, Any], key: str, where: str) -> str | None:
     text = value.get(key)
     if text is not None and not isinstance(text, str):
@@ -105,9 +97,7 @@ def _call(value: Any, where: str) -> ToolCall:
         return value
     function = value.get("function") if isinstance(value, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ValueError(
-            f'{where}: not a call. Write {{"id": "…", "function": {{"name": "…", "arguments": "{{…}}"}}}}.'
-        )
+        raise ValueError(f'{where}: not a call. Write {{"id": "…", "function": {{"name": "…", "arguments": "{{…}}"}}}}')
     arguments = function.get("arguments") or {}
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)

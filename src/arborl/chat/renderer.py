@@ -9,15 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from arborl.chat.builtin_templates import (
-    BUILTIN_TEMPLATES,
-    TemplateSupport,
-    add_tool_section,
-    calls_as_text,
-    default_template,
-    template_source,
-    template_support,
-)
+from arborl.chat import builtin_templates
 from arborl.chat.chat_template import Template
 from arborl.chat.control_tokens import THINKING, MessageEscaper, Rendered, remove_dividers
 from arborl.chat.formats import ToolCallParser, make_parser
@@ -31,27 +23,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Renderer:
-    """Messages to the model's text, and completions to messages.
-
-    Example:
-        renderer = Renderer.from_folder("models/qwen")
-        renderer.text([Message("user", "Hi")])     # the prompt's text
-        renderer.read(completion)                  # Message("assistant", "Hello!", sampled=True)
-    """
+    """Messages to the model's text, and completions to messages."""
 
     tokenizer: Tokenizer
     template: Template
     parser: ToolCallParser
-    stop: tuple[int, ...]
-    """Ids that end a completion, for `Sampling.stop`."""
-    support: TemplateSupport | None = None
+    stop: tuple[int, ...]  # ids that end a completion, for `Sampling.stop`
+    support: builtin_templates.TemplateSupport | None = None
     """What the template showed before it got a tool section; None if unknown."""
     escaper: MessageEscaper = field(init=False, repr=False, compare=False)
     template_only: frozenset[int] = field(init=False, repr=False, compare=False)
     """Ids of control tokens that replies must not contain."""
     first_prompts: FirstPromptCache = field(init=False, repr=False, compare=False)
     anchor: str = field(init=False, repr=False, compare=False)
-    """Text of the first stop token."""
 
     def __post_init__(self) -> None:
         known, source = self.tokenizer, "\n".join(self.template.sources)
@@ -71,23 +55,14 @@ class Renderer:
         chat_args: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> Renderer:
-        """The renderer of a model folder in Hugging Face's layout.
-
-        Args:
-            folder: of the model.
-            tool_format: format of tool calls: a parser, a name from `PARSERS`, or `auto` for the template's.
-            chat_args: variables of the chat template, such as `enable_thinking`.
-            chat_template: replaces the model's own: a name from `BUILTIN_TEMPLATES`, a file, or Jinja. A model without
-                a template gets a built-in one.
-        """
         tokenizer = FileTokenizer(folder)
         sources = tokenizer.chat_templates
         setting = chat_template
         if setting is None and not sources:
-            setting = default_template(tokenizer)
+            setting = builtin_templates.default_template(tokenizer)
             log.warning("%s has no chat template; uses the built-in %s (model.chat_template)", folder, setting)
         if setting is not None:
-            sources = {"default": template_source(setting, tokenizer)}
+            sources = {"default": builtin_templates.template_source(setting, tokenizer)}
         parser = make_parser(tool_format, sources.values()) if isinstance(tool_format, str) else tool_format
         template, support = _template_with_tools(tokenizer, sources, parser, chat_args)
         renderer = cls(tokenizer, template, parser, _stop_tokens(tokenizer), support)
@@ -109,14 +84,12 @@ class Renderer:
             _warn_tool_section()
         if support.calls or not any(message.tool_calls and not message.sampled for message in messages):
             return messages
-        return [calls_as_text(message, self.parser) for message in messages]
+        return [builtin_templates.calls_as_text(message, self.parser) for message in messages]
 
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> str:
-        """The conversation's text, for display."""
         return self.render(messages, tools).text
 
     def encode(self, rendered: Rendered) -> list[int]:
-        """Ids of a rendered text or of a part of it."""
         if rendered.quoted:
             return self.tokenizer.encode(rendered.text, rendered.quoted)
         return self.tokenizer.encode(rendered.text)
@@ -130,7 +103,6 @@ class Renderer:
         return self.message(begins + self.split_completion(completion)[0])
 
     def message(self, content: str) -> Message:
-        """The message of a sampled text, with its tool calls."""
         return Message("assistant", content, tool_calls=self.parser.parse(content), sampled=True)
 
     def split_completion(self, completion: Completion) -> tuple[str, str]:
@@ -148,21 +120,21 @@ class Renderer:
 
 def _template_with_tools(
     tokenizer: FileTokenizer, sources: Mapping[str, str], parser: ToolCallParser, chat_args: Mapping[str, Any] | None
-) -> tuple[Template, TemplateSupport]:
+) -> tuple[Template, builtin_templates.TemplateSupport]:
     """The template, with a tool section if it ignores tools, and what it supported before."""
     special = (tokenizer.bos_token, tokenizer.eos_token)
     template = Template(sources["default"], *special, with_tools=sources.get("tool_use"), arguments=chat_args)
-    support = template_support(template)
+    support = builtin_templates.template_support(template)
     if "tool_use" in sources:  # the model's own template for tools
         return template, replace(support, tools=True)
     if not support.tools:
-        template = Template(add_tool_section(sources["default"], support, parser), *special, arguments=chat_args)
+        source = builtin_templates.add_tool_section(sources["default"], support, parser)
+        template = Template(source, *special, arguments=chat_args)
     return template, support
 
 
 @cache
 def _warn_tool_section() -> None:
-    """Warn once."""
     log.warning("the model's chat template ignores tools: they are described in the system message")
 
 
@@ -174,7 +146,7 @@ def _check_end_token(renderer: Renderer, setting: str) -> None:
     behind = text[text.find(reply) + len(reply) :] if reply in text else ""
     if renderer.tokenizer.encode(behind)[:1] not in [[stop] for stop in renderer.stop]:
         ends = " or ".join(repr(renderer.tokenizer.decode([stop])) for stop in renderer.stop)
-        name = setting if setting in BUILTIN_TEMPLATES else "…"
+        name = setting if setting in builtin_templates.BUILTIN_TEMPLATES else "…"
         raise ConfigError(
             f"model.chat_template={name}: it writes {behind[:16]!r} behind a reply, but the model's end tokens are "
             f"{ends}. Write one of them there, or choose model.chat_template=plain."

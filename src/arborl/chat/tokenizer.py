@@ -19,34 +19,26 @@ from arborl.errors import ConfigError
 
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<end_of_turn>", "<|end_of_turn|>")
 """Tokens that end an assistant's turn; model files often omit them."""
-TAG = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
-"""Form of tokens that a template may write around content."""
+TAG = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")  # form of tokens that a template may write around content
 PREFIX_CHARS = range(0x10FFFD, 0x100000, -1)
 """Private-use characters; one that is not in the text marks its control tokens."""
-CACHE_SIZE = 8192
-"""Entries of the caches of encoded texts and decoded ids."""
-MAX_CACHED_TEXT, MAX_CACHED_IDS = 2048, 64
-"""Maximum length of their keys."""
+CACHE_SIZE = 8192  # entries of the caches of encoded texts and decoded ids
+MAX_CACHED_TEXT, MAX_CACHED_IDS = 2048, 64  # maximum length of their keys
 
 
 class Tokenizer(Protocol):
     """The interface of tokenizers."""
 
     def encode(self, text: str, quoted: Sequence[int] = ()) -> list[int]:
-        """Token ids of `text`. `<|im_end|>` in the text is that token; no BOS or EOS is added.
-
-        Where it covers one of the positions `quoted` (in order), it is text. There are no such positions without
-        control tokens and tags.
-        """
+        """Token ids of `text`. `<|im_end|>` in the text is that token; no BOS or EOS is added. Where it covers one of
+        the positions `quoted` (in order), it is text. There are no such positions without control tokens and tags."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, control tokens included."""
         ...
 
-    def token_id(self, text: str) -> int | None:
-        """The id of the token `text`, if there is one."""
-        ...
+    def token_id(self, text: str) -> int | None: ...
 
     @property
     def vocab_size(self) -> int: ...
@@ -77,16 +69,7 @@ class TextTokenizer:
 
 
 class FileTokenizer:
-    """The tokenizer of a model folder in Hugging Face's layout, without importing transformers.
-
-    Example:
-        tokenizer = FileTokenizer("models/qwen")
-        tokenizer.encode("<|im_start|>user\\nHi")      # [151644, 872, 198, 13048]
-
-    Args:
-        folder: holds `tokenizer.json`, and beside it, where the model has them, `tokenizer_config.json`,
-            `special_tokens_map.json`, `generation_config.json`, `config.json` and `chat_template.jinja`.
-    """
+    """The tokenizer of a model folder in Hugging Face's layout, without importing transformers."""
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
@@ -146,7 +129,6 @@ class FileTokenizer:
         return self._tokenizer.token_to_id(text)
 
     def text_of(self, number: int) -> str | None:
-        """The vocabulary entry of this id."""
         return self._tokenizer.id_to_token(number)
 
     @property
@@ -230,14 +212,8 @@ class FileTokenizer:
 
 
 class QuotedText:
-    """The tokenizer with renamed control tokens and tags, whose new names cannot occur in the text.
-
-    Splitting, white space and the start of a text work as before, so ids differ only where control text is quoted.
-
-    Args:
-        tokenizer: the original.
-        names: tokens to rename.
-    """
+    """The tokenizer with renamed control tokens and tags, whose new names cannot occur in the text. Splitting, white
+    space and the start of a text work as before, so ids differ only where control text is quoted."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, names: frozenset[str]):
         self._tokenizer, self._names = tokenizer, names
@@ -301,7 +277,6 @@ def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The JSON object of a file; empty without one."""
     if not file.is_file():
         return {}
     try:

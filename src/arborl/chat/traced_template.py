@@ -18,13 +18,11 @@ from jinja2.utils import Namespace
 if TYPE_CHECKING:
     from arborl.chat.incremental import TemplateRender
 
-ITERATIONS, LOOP = "arbor_iterations", "arbor_loop"
-"""Variables of a traced template; no template has these names."""
+ITERATIONS, LOOP = "arbor_iterations", "arbor_loop"  # variables of a traced template; no template has these names
 COMPOSED = (nodes.Block, nodes.Extends, nodes.Include, nodes.Import, nodes.FromImport)
 """Nodes of templates that consist of several."""
 SCALARS = (str, int, float, bool, type(None))
-ALL_MESSAGES = 1 << 60
-"""Index beyond any conversation: an iteration that read so far depends on the conversation's end."""
+ALL_MESSAGES = 1 << 60  # index beyond any conversation: an iteration that read so far depends on the conversation's end
 MISSING = object()
 
 

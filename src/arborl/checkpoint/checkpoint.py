@@ -29,17 +29,12 @@ STATE = "state.json"
 
 
 def save(root: Path, step: int, write: Callable[[Path], None], state: dict[str, Any], keep: int) -> Path:
-    """Write the checkpoint of this step, completely or not at all.
+    """Write the checkpoint after `step` steps, completely or not at all; one of the same step is replaced.
 
     Args:
-        root: the folder of all checkpoints.
-        step: number of finished steps. A checkpoint of the same step is replaced.
         write: writes weights and optimizer state into the given folder.
         state: other state, as JSON.
         keep: number of newest complete checkpoints to keep; the written one always stays.
-
-    Example:
-        save(folder / "checkpoints", 12, lambda to: model.save_pretrained(to / "model"), {"seed": 0}, keep=2)
     """
     final, fresh = root / f"step-{step:06}", _hidden(root, "tmp", step)
     with disk_errors(final):
@@ -63,24 +58,18 @@ def save(root: Path, step: int, write: Callable[[Path], None], state: dict[str, 
     return final
 
 
-def find(root: Path, which: str, verify: bool = True) -> Path:
-    """The folder of a complete checkpoint.
-
-    Args:
-        root: the folder of all checkpoints.
-        which: `latest`, a step number, or a path. `latest` skips damaged ones with a warning; a damaged one by number
-            or path is an error.
-        verify: compare hashes, not only sizes.
-    """
+def find(root: Path, which: str) -> Path:
+    """The folder of a complete checkpoint: `latest`, a step number, or a path. `latest` skips damaged ones with a
+    warning; a damaged one by number or path is an error."""
     _restore(root)
     if which == "latest":
-        return _latest(root, verify)
+        return _latest(root)
     named = root / (f"step-{int(which):06}" if which.isdecimal() else which)
     folder = named if named.is_dir() or which.isdecimal() else Path(which).expanduser()
     if not folder.is_dir():
         raise ConfigError(f"no checkpoint at {folder}. {_what_exists(root)}")
     try:
-        check(folder, verify)
+        check(folder, verify=True)
     except DamagedCheckpoint as error:
         raise DamagedCheckpoint(f"the checkpoint {folder} cannot be used: {error}. {_what_exists(root)}") from error
     return folder
@@ -137,10 +126,10 @@ def rewind(root: Path, step: int) -> None:
             _discard(folder)
 
 
-def _latest(root: Path, verify: bool) -> Path:
+def _latest(root: Path) -> Path:
     folders = _steps(root)
     for folder in reversed(folders):
-        damage = _damage(folder, verify)
+        damage = _damage(folder, verify=True)
         if damage is None:
             return folder
         log.warning("skipping the checkpoint %s: %s", folder, damage)
@@ -216,19 +205,8 @@ def _sync(path: Path) -> None:
 
 
 class BackgroundWriter:
-    """Runs one job at a time in a thread. The job must read copies of data that changes meanwhile.
-
-    The error of a failed job is raised once, by the next `raise_if_failed`, `wait` or `start`.
-
-    Example:
-        background = Background("a checkpoint")
-        background.start(lambda: save(root, 12, copied.write, state, keep=2))
-        background.raise_if_failed()
-        background.close()   # waits
-
-    Args:
-        what: the written object, for messages.
-    """
+    """Runs one job at a time in a thread; it must read copies of data that changes meanwhile. The error of a failed job
+    is raised once, by the next `raise_if_failed`, `wait` or `start`."""
 
     def __init__(self, what: str = "a checkpoint") -> None:
         self.what, self.thread = what, ThreadPoolExecutor(1, "arborl-writer")
@@ -236,11 +214,9 @@ class BackgroundWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether a job is running."""
         return self.job is not None and not self.job.done()
 
     def start(self, work: Callable[[], object]) -> None:
-        """Start a job after the former has ended."""
         self.wait()
         self.job = self.thread.submit(work)
 

@@ -11,11 +11,9 @@ from pathlib import Path
 from arborl.errors import ConfigError
 
 NAME = "MANIFEST"
-VERSION = 2
-"""Since version 2 the hash of a file is the hash of the hashes of its pieces, computed in parallel."""
+VERSION = 2  # since version 2 the hash of a file is the hash of the hashes of its pieces, computed in parallel
 PIECE = 2**26
-THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
-"""Half of the cores at most: training continues meanwhile."""
+THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))  # half of the cores at most: training continues meanwhile
 
 
 class DamagedCheckpoint(ConfigError):
@@ -23,7 +21,6 @@ class DamagedCheckpoint(ConfigError):
 
 
 def write_manifest(folder: Path, step: int) -> None:
-    """List every file of the folder."""
     files = {
         path.relative_to(folder).as_posix(): [path.stat().st_size, in_pieces(path)]
         for path in sorted(folder.rglob("*"))
@@ -34,13 +31,7 @@ def write_manifest(folder: Path, step: int) -> None:
 
 
 def check(folder: Path, verify: bool, under: str = "") -> None:
-    """Raise `DamagedCheckpoint` with the name of the file unless all files are as written.
-
-    Args:
-        folder: a checkpoint.
-        verify: compare hashes, which reads all files; sizes alone detect an interrupted write.
-        under: only the files in this subfolder.
-    """
+    """Raise `DamagedCheckpoint` with the name of the file unless all files are as written."""
     version, files = _listed(folder)
     digest_of = in_one if version == 1 else in_pieces
     for name, (size, digest) in files.items():

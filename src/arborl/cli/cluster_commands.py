@@ -7,11 +7,11 @@ import textwrap
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from arborl.cli.command_arguments import SETTINGS, AsJson, SettingsCommand, one_path, option, split_settings
+from arborl.cli.options import SETTINGS, AsJson, SettingsCommand, option, path_and_settings
 from arborl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,14 +26,6 @@ cluster = typer.Typer(
 
 File = Annotated[Path, typer.Option("--config", help="Cluster file: hosts, ssh, environment, ports.")]
 DEFAULT_FILE = Path("cluster.yaml")
-STATES = {
-    "up": "up",
-    "down": "down",
-    "lost": "lost",
-    "none": "not started",
-    "unreachable": "unreachable",
-    "refused": "refused",
-}
 
 
 def open_fleet(file: Path) -> SshCluster:
@@ -50,7 +42,6 @@ def open_fleet(file: Path) -> SshCluster:
 
 
 def _exit_on(errors: list[str]) -> None:
-    """Exit code 1 if there are errors of hosts."""
     for line in errors:
         typer.echo(f"arborl: {line}", err=True)
     if errors:
@@ -135,8 +126,8 @@ def train_command(
     """`arborl train` with an uploaded file. The configuration is checked here first."""
     from arborl.config.load_config import format_override, load
 
-    paths, settings = split_settings(words)
-    file = Path(one_path(paths, "file") or "")
+    path, settings = path_and_settings(words, "file")
+    file = Path(path or "")
     run = load(file, settings)
     if files is None:
         if any(line.startswith("defaults:") for line in file.read_text().splitlines()):
@@ -177,35 +168,34 @@ def cleanup(config: File = DEFAULT_FILE) -> None:
 
 
 def print_state(state: ClusterState) -> None:
-    """Print hosts and jobs as tables."""
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
+
+    from arborl.cli.terminal_table import new_table
 
     console = Console()
     if console.width < 100 or not console.is_terminal:
         console = Console(width=160)
-    hosts = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    for name in ("host", "role", "state", "address", "CPU", "GPU", "memory GiB", ""):
-        hosts.add_column(name, justify="right" if name in ("CPU", "GPU", "memory GiB") else "left")
+    columns = ("host", "role", "state", "address", "CPU", "GPU", "memory GiB", "")
+    hosts = new_table(*columns, left=("host", "role", "state", "address", ""))
     for host in state.hosts:
         cells = [_usage(host, "CPU"), _usage(host, "GPU"), _usage(host, "memory", 2**30)]
-        hosts.add_row(host.address or "-", host.role, STATES[host.state], host.ip, *cells, host.why)
+        hosts.add_row(
+            host.address or "-",
+            host.role,
+            "not started" if host.state == "none" else host.state,
+            host.ip,
+            *cells,
+            host.why,
+        )
     console.print(hosts)
     if state.jobs:
-        jobs = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-        for name in ("job", "status", "exit", "started", "command"):
-            jobs.add_column(name, no_wrap=True)
+        names = ("job", "status", "exit", "started", "command")
+        jobs = new_table(*names, left=names, no_wrap=True)
         for job in state.jobs:
             code = "" if job["exit_code"] is None else str(job["exit_code"])
             command = textwrap.shorten(job["command"] or "", max(20, console.width - 70), placeholder=" …")
-            jobs.add_row(
-                job["id"] or "-",
-                str(job["status"]).lower(),
-                code,
-                _start_time(job),
-                command,
-            )
+            started = time.strftime("%m-%d %H:%M:%S", time.localtime(job["started"])) if job["started"] else ""
+            jobs.add_row(job["id"] or "-", str(job["status"]).lower(), code, started, command)
         console.print(jobs)
     if state.dashboard:
         typer.echo(f"dashboard: {state.dashboard} on the head; {state.tunnel}")
@@ -220,7 +210,3 @@ def print_state(state: ClusterState) -> None:
 def _usage(host: HostState, what: str, unit: float = 1) -> str:
     total = host.total.get(what)
     return "" if total is None else f"{host.used.get(what, 0) / unit:.3g}/{total / unit:.3g}"
-
-
-def _start_time(job: dict[str, Any]) -> str:
-    return time.strftime("%m-%d %H:%M:%S", time.localtime(job["started"])) if job["started"] else ""

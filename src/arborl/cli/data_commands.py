@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from arborl.cli.command_arguments import SETTINGS, AsJson, SettingsCommand, argument, one_path, option, split_settings
+from arborl.cli.options import SETTINGS, AsJson, SettingsCommand, argument, file_and_settings, option, path_and_settings
 from arborl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,12 +36,10 @@ def make(
     from arborl.data.generated.datasets import make as write
     from arborl.seedling.transcript_rows import transcripts
 
-    names, settings = split_settings(arguments)
-    name = one_path(names, "data set")
+    name, settings = path_and_settings(arguments, "data set")
     if name is None:
-        raise ConfigError(
-            "no data set. Write its name first: arithmetic, gsm8k, code, facts, documents, mixed, transcripts."
-        )
+        known = "arithmetic, gsm8k, code, facts, documents, mixed, transcripts"
+        raise ConfigError(f"no data set. Write its name first: {known}.")
     options = {key: yaml.safe_load(text) for key, _, text in (setting.partition("=") for setting in settings)}
     options |= {"seed": seed} | ({} if count is None else {"count": count})
     for path, rows in write(name, out, {"transcripts": transcripts}, **options).items():
@@ -54,7 +52,7 @@ def prepare(
     source: Annotated[Path, typer.Option("--input", help="File of the data set.")],
     out: Annotated[Path, typer.Option(help="Folder for train.parquet and val.parquet.")] = Path("data"),
     books: Annotated[Path | None, option(help="Folder with the books of novelqa.")] = None,
-    mc_to_sa: Annotated[bool, typer.Option("--mc-to-sa", help="Ask for the text of the right choice.")] = False,
+    mc_to_sa: Annotated[bool, option("--mc-to-sa", help="Ask for the text of the right choice.")] = False,
     val_share: Annotated[float, typer.Option(help="Share of the rows for validation.")] = 0.1,
 ) -> None:
     """Convert a public data set into rows."""
@@ -138,20 +136,17 @@ def mix(
     from arborl.config.load_config import load
     from arborl.data.mixing.mixture import composition
 
-    paths, settings = split_settings(arguments)
-    path = one_path(paths, "configuration")
-    config = load(Path(path) if path is not None else None, settings)
+    config = load(*file_and_settings(arguments, "configuration"))
     found = composition(open_mixture(config), batches, config.rollout.tasks_per_step)
     if as_json:
         typer.echo(json.dumps(found))
         return
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+
+    from arborl.cli.terminal_table import Text, new_table
 
     columns = ("target", "achieved", "rows", "drawn", "distinct", "repeats", "coverage", "never_seen")
-    table = Table("source", *columns, box=box.SIMPLE)
+    table = new_table("source", *columns, left=("source",))
     for name, numbers in found["sources"].items():
         cells = (numbers[column] for column in columns)
         table.add_row(Text(name), *("-" if value is None else f"{value:,g}" for value in cells))

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import inspect
+import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from arborl.cli.command_arguments import SETTINGS, AsJson, SettingsCommand, argument, one_path, option, split_settings
+from arborl.cli.options import SETTINGS, AsJson, SettingsCommand, argument, option, path_and_settings
 from arborl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,33 +45,25 @@ env = typer.Typer(name="env", help="List, play and check environments.", no_args
 @env.command("list")
 def list_environments(as_json: AsJson = False) -> None:
     """List the built-in environments and their arguments."""
-    import json
-
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
+    from arborl.cli.terminal_table import Text, new_table
     from arborl.envs import ENVS, EXTRAS
 
-    rows: list[dict[str, Any]] = [
-        {"name": name, "what": _summary(ENVS[name]), "arguments": _arguments(ENVS[name])} for name in ENVS
-    ]
+    rows: list[dict[str, Any]] = []
+    for name, part in ENVS.items():
+        what = (inspect.getdoc(part) or "").splitlines()[0]
+        rows.append({"name": name, "what": what, "arguments": _arguments(part)})
     if as_json:
         typer.echo(json.dumps(rows, ensure_ascii=False, indent=2))
         return
-    table = Table("name", "what", box=box.SIMPLE)
-    table.add_column("arguments", overflow="fold")
+    table = new_table("name", "what", "arguments", left=("name", "what"), fold=("arguments",))
     for row in rows:
         name = row["name"]
         is_missing = name in EXTRAS and importlib.util.find_spec(name) is None
         what = f"{row['what']} (pip install 'arborl[{name}]')" if is_missing else row["what"]
         table.add_row(Text(name, style="bold"), Text(what), Text(", ".join(row["arguments"]), style="dim"))
     Console().print(table)
-
-
-def _summary(part: Any) -> str:
-    return (inspect.getdoc(part) or "").splitlines()[0]
 
 
 def _arguments(part: Any) -> list[str]:
@@ -85,8 +77,8 @@ def _arguments(part: Any) -> list[str]:
 @env.command("play", cls=SettingsCommand, context_settings=SETTINGS)
 def play(
     arguments: Annotated[list[str], argument("NAME a=b", "An environment, and its arguments.")],
-    oracle: Annotated[bool, typer.Option("--oracle", help="Watch a perfect player.")] = False,
-    random: Annotated[bool, typer.Option("--random", help="Watch a random player.")] = False,
+    oracle: Annotated[bool, option("--oracle", help="Watch a perfect player.")] = False,
+    random: Annotated[bool, option("--random", help="Watch a random player.")] = False,
     model: Annotated[str, option(metavar="PATH", help="Watch a run, a checkpoint or a model.")] = "",
     seed: Annotated[int, typer.Option(help="Seed of the task.")] = 0,
     split_name: Annotated[str, typer.Option("--split", help="train or held_out.")] = "train",
@@ -155,15 +147,10 @@ def check(
 
 
 def parse_environment(arguments: Sequence[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Name, arguments and prompt settings of an environment.
-
-    Example:
-        parse_environment(["sokoban", "preset=10x10"])      # ("sokoban", {"preset": "10x10"}, {})
-    """
+    """Name, arguments and prompt settings: of `["sokoban", "preset=10x10"]` `("sokoban", {"preset": "10x10"}, {})`."""
     import yaml
 
-    paths, settings = split_settings(arguments)
-    name = one_path(paths, "environment")
+    name, settings = path_and_settings(arguments, "environment")
     if name is None:
         raise ConfigError("no environment. Write its name first; `arborl env list` lists them.")
     args: dict[str, Any] = {}
@@ -181,7 +168,6 @@ def parse_environment(arguments: Sequence[str]) -> tuple[str, dict[str, Any], di
 
 
 def environment_factory(name: str) -> Any:
-    """The class or function that makes the environment."""
     from arborl.envs import ENVS
 
     part = ENVS[name]
@@ -195,7 +181,6 @@ def environment_factory(name: str) -> Any:
 
 
 def make(name: str, args: Mapping[str, Any]) -> Any:
-    """A new environment."""
     from arborl.registry import call_checked
 
     made = call_checked(environment_factory(name), args, name)
@@ -225,28 +210,14 @@ def make_checked(name: str, args: Mapping[str, Any], seconds: float = 30.0) -> A
 # ------------------------------------------------------------------------------------------------ an episode
 
 
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(highlight=False)
-
-
-@dataclass
 class EpisodeTerminal:
-    """Plays an episode in the terminal.
+    """Plays an episode in the terminal, with `pause` seconds between moves."""
 
-    Args:
-        env: a new environment.
-        task: the task.
-        seed: seed of the episode.
-        pause: seconds between moves.
-    """
+    def __init__(self, env: Env, task: Task, seed: int, pause: float = 0.0):
+        from rich.console import Console
 
-    env: Env
-    task: Task
-    seed: int
-    pause: float = 0.0
-    console: Console = field(default_factory=_console)
+        self.env, self.task, self.seed, self.pause = env, task, seed, pause
+        self.console = Console(highlight=False)
 
     def run(self, player: Player) -> None:
         """Play until the end or until the player leaves. Ctrl-C works even if the environment blocks."""
@@ -346,11 +317,7 @@ def human_player(console: Console) -> Player:
 
 
 def typed_action(typed: str, actions: list[str]) -> str:
-    """The action of a typed text: the number or the words of a valid action, w a s d, or any text unchanged.
-
-    Example:
-        typed_action("right", ["<answer>Left</answer>", "<answer>Right</answer>"])      # '<answer>Right</answer>'
-    """
+    """The action of a typed text: the number or the words of a valid action, w a s d, or any text unchanged."""
     if typed.isdecimal() and 1 <= int(typed) <= len(actions):
         return actions[int(typed) - 1]
     by_words = {_bare(text).lower(): text for text in actions}
@@ -374,12 +341,9 @@ def model_player(config: RunConfig, task: Task, seed: int) -> tuple[Player, int]
 
 
 def play_config(model: str, name: str, args: Mapping[str, Any], prompt: Mapping[str, Any]) -> RunConfig:
-    """The configuration of an episode in this environment, with agent and prompt of the model's run.
+    """The configuration of an episode in this environment, with the agent of the model's run.
 
-    Args:
-        model: a run, a checkpoint or a model.
-        name, args: the environment.
-        prompt: settings of `env.prompt`, which override those of a run with the same environment.
+    `prompt` overrides the `env.prompt` of a run with the same environment.
     """
     from arborl.config.config_base import to_plain, validate
     from arborl.config.run_config import RunConfig

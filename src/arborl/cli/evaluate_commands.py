@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from arborl.cli.command_arguments import FileAndSettings, LogLevel, Trust, argument, one_path, option, split_settings
+from arborl.cli.options import FileAndSettings, LogLevel, Trust, argument, file_and_settings, option, split_settings
 from arborl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,12 +45,12 @@ def evaluate(
     base_url: Annotated[str | None, option(metavar="URL", help="Server of openai:NAME.")] = None,
     api_key_env: Annotated[str | None, option(metavar="NAME", help="Environment variable with its API key.")] = None,
     output: Annotated[list[Path] | None, typer.Option(metavar="FILE", help=OUTPUT_HELP)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the metrics, or the answers, as JSON.")] = False,
+    as_json: Annotated[bool, option("--json", help="Print the metrics, or the answers, as JSON.")] = False,
     trust: Trust = False,
     log_level: LogLevel = None,
 ) -> None:
     """Evaluate policies on held-out tasks, or on your prompts. PATH is a run, a checkpoint, a model or a YAML file."""
-    from arborl.view.policy_table import check_output_path, write_results
+    from arborl.view.policy_table import check_output_path, results_json, write_results
 
     paths, settings = split_settings(arguments)
     names = [*paths, *(model or ())]
@@ -66,12 +66,10 @@ def evaluate(
     from arborl import training_run
 
     where = {} if base_url is None else {"base_url": base_url}
-    results = training_run.measure(
-        names,
-        training_run.MeasureOptions(
-            settings, temperature or (), attempts, prompts, key=api_key_env, trust=trust, **where
-        ),
+    options = training_run.MeasureOptions(
+        settings, temperature or (), attempts, prompts, key=api_key_env, trust=trust, **where
     )
+    results = training_run.measure(names, options)
     for path in output or ():
         write_results(results, path)
     if as_json:
@@ -83,14 +81,6 @@ def evaluate(
         print_results(names, results)
     for path in output or ():
         typer.echo(f"wrote {path}")
-
-
-def results_json(results: Sequence[PolicyResult], replies: bool) -> str:
-    """The replies, or the metrics, as JSON."""
-    from arborl.view.policy_table import episodes, results_as_dict
-
-    data = list(episodes(results)) if replies else results_as_dict(results)
-    return json.dumps(data, indent=2, ensure_ascii=False, default=str)
 
 
 def check_names(names: Sequence[str], base_url: str | None) -> None:
@@ -137,7 +127,6 @@ def _text_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def print_replies(results: Sequence[PolicyResult]) -> None:
-    """Print the replies; with the model's name if there are several."""
     has_reply = False
     for one in results:
         for episode in (episode for group in one.groups for episode in group.episodes):
@@ -155,7 +144,6 @@ def print_replies(results: Sequence[PolicyResult]) -> None:
 
 
 def print_results(names: Sequence[str], results: Sequence[PolicyResult]) -> None:
-    """Print the metrics, those of each source, and paired comparisons."""
     from rich.console import Console
 
     from arborl.trainer.policy_comparison import compare_policies
@@ -206,9 +194,9 @@ def rollout(
     step: Annotated[int, typer.Option(help="Training step.", min=1)] = 1,
     task: Annotated[int, typer.Option(help="Number of the task in that step.", min=0)] = 0,
     member: Annotated[int, typer.Option(help="Number of the episode in its group.", min=0)] = 0,
-    held_out: Annotated[bool, typer.Option("--held-out", help="Take a held-out task.")] = False,
-    stub: Annotated[bool, typer.Option("--stub", help="Use scripted replies instead of the model.")] = False,
-    ids: Annotated[bool, typer.Option("--ids", help="Show token ids.")] = False,
+    held_out: Annotated[bool, option("--held-out", help="Take a held-out task.")] = False,
+    stub: Annotated[bool, option("--stub", help="Use scripted replies instead of the model.")] = False,
+    ids: Annotated[bool, option("--ids", help="Show token ids.")] = False,
     log_level: LogLevel = None,
 ) -> None:
     """Play one episode and print its tokens. Shows masks and rewards as the learner sees them."""
@@ -222,10 +210,8 @@ def rollout(
 
     options = {"env.name": env, "agent.name": agent, "model.name": str(model_folder(model)) if model else ""}
     options |= {} if seed is None else {"seed": str(seed)}
-    paths, settings = split_settings(arguments)
-    path = one_path(paths, "file")
-    settings += [f"{key}={value}" for key, value in options.items() if value]
-    config = load(Path(path) if path is not None else None, settings)
+    file, settings = file_and_settings(arguments)
+    config = load(file, settings + [f"{key}={value}" for key, value in options.items() if value])
     if stub and not config.data.offline:
         config = config.model_copy(update={"engine": config.engine.scripted()})
     parts = build(config, training=False)
@@ -258,9 +244,8 @@ async def play_episode(parts: Any, task: Any, step: int, task_number: int, membe
 
 
 class EpisodePrinter:
-    """Prints an episode in the terminal.
+    """Prints an episode. Prompt tokens are dim (mask 0), sampled ones bright (mask 1); the redder, the less likely.
 
-    Prompt tokens are dim and have mask 0. Sampled tokens are bright and have mask 1; the redder, the less likely.
     Tokens alternate between plain and underlined, so that their borders are visible.
     """
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from arborl.cli.command_arguments import AsJson, FileAndSettings, one_path, option, split_settings
-from arborl.errors import ConfigError, did_you_mean
+from arborl.cli.options import AsJson, FileAndSettings, check_choice, file_and_settings, option
+from arborl.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,24 +39,22 @@ def plan(
     tool_seconds: Distribution = None,
     lag: Annotated[int | None, option(help="max_lag of asynchronous training; default: the run's, or 1.")] = None,
     strategy: Annotated[str, typer.Option(help="ddp, fsdp2 or tensor; auto: the run's, or the fastest.")] = "auto",
-    weak: Annotated[bool, typer.Option("--weak", help="Weak scaling: multiply tasks per step by the GPUs.")] = False,
+    weak: Annotated[bool, option("--weak", help="Weak scaling: multiply tasks per step by the GPUs.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Predict memory and step time on up to 4,096 GPUs. Also utilization and staleness. Nothing is downloaded."""
-    paths, settings = split_settings(arguments)
-    file = one_path(paths, "file")
-
     from arborl.cluster.planner.hardware import device_named
-    from arborl.cluster.planner.run_planner import DEVICE_COUNTS
+    from arborl.cluster.planner.run_planner import DEVICE_COUNTS, RunPlanner
     from arborl.config.load_config import load
 
     device = device_named(gpu)
     check_options(gpus, strategy, lag)
-    config = load(Path(file) if file is not None else None, settings)
+    config = load(*file_and_settings(arguments))
     work = read_work(config, earlier, (prompt_tokens, reply_tokens, observed_tokens, turns, tool_seconds))
     start = time.perf_counter()
+    chosen: Any = None if strategy == "auto" else strategy
     planners = {
-        count: _planner(_scale_tasks(config, count) if weak else config, device, work, lag, strategy)
+        count: RunPlanner.of(_scale_tasks(config, count) if weak else config, device, work, lag, chosen)
         for count in ((gpus,) if gpus is not None else DEVICE_COUNTS)
     }
     placements = {count: list(planner.plans(count)) for count, planner in planners.items()}
@@ -72,10 +70,7 @@ def check_options(gpus: int | None, strategy: str, lag: int | None) -> None:
 
     if gpus is not None:
         check_devices(gpus)
-    if strategy not in STRATEGIES:
-        raise ConfigError(
-            f"--strategy {strategy}: must be one of {', '.join(STRATEGIES)}.{did_you_mean(strategy, STRATEGIES)}"
-        )
+    check_choice("--strategy", strategy, STRATEGIES)
     if lag is not None and lag < 1:
         raise ConfigError(f"--lag {lag}: must be at least 1. Synchronous training is always planned too.")
 
@@ -89,12 +84,6 @@ def read_work(config: RunConfig, earlier: Path | None, numbers: tuple[Any, ...])
     if any(number is not None for number in numbers):
         raise ConfigError("--from sets lengths and latencies. Leave out --from, or the other options.")
     return workload_from_run(earlier.expanduser())
-
-
-def _planner(config: RunConfig, device: Any, work: Workload, lag: int | None, strategy: str) -> RunPlanner:
-    from arborl.cluster.planner.run_planner import RunPlanner
-
-    return RunPlanner.of(config, device, work, lag, None if strategy == "auto" else strategy)  # type: ignore[arg-type]
 
 
 def _scale_tasks(config: RunConfig, factor: int) -> RunConfig:
@@ -146,28 +135,20 @@ def print_plan(first: RunPlanner, placements: dict[int, list[PlacementPlan]], se
     console.print(placement_table([one for listed in placements.values() for one in listed]))
     if len(placements) == 1:
         for one in next(iter(placements.values())):
-            typer.echo(f"{one.mode}, memory of a learner rank: {memory_text(one)}")
+            parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in one.learner_parts.items())
+            text = f"{parts} -> {one.learner_bytes / 2**30:.1f} GiB at {one.micro_batch_tokens:,} tokens"
+            text += ", gradient checkpointing" if one.recompute else ""
+            typer.echo(f"{one.mode}, memory of a learner rank: {text}")
     typer.echo(f"planned in {seconds:.1f} s; errors against measured runs: docs/results/planner.md")
 
 
-def memory_text(one: PlacementPlan) -> str:
-    """Memory of a rank by part."""
-    parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in one.learner_parts.items())
-    checkpointing = ", gradient checkpointing" if one.recompute else ""
-    return f"{parts} -> {one.learner_bytes / 2**30:.1f} GiB at {one.micro_batch_tokens:,} tokens{checkpointing}"
-
-
 def placement_table(rows: Sequence[PlacementPlan]) -> Table:
-    """One row per placement."""
-    from rich import box
-    from rich.table import Table
+    from arborl.cli.terminal_table import new_table
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    names = (
+    table = new_table(
         "GPUs", "mode", "engines", "learner", "GiB", "step s", "wait", "learn", "sampling", "learning", "lag", "tok/s",
+        left=("mode", "engines", "learner"), no_wrap=True,
     )  # fmt: skip
-    for name in names:
-        table.add_column(name, justify="left" if name in ("mode", "engines", "learner") else "right", no_wrap=True)
     for one in rows:
         out = one.estimate
         engines = f"{one.engines}" + (f"×{one.split}" if one.split > 1 else "")

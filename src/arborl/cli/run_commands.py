@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from arborl.cli.command_arguments import AsJson, LogLevel, Trust, argument, one_path, option, split_settings
+from arborl.cli.options import AsJson, LogLevel, Trust, argument, check_choice, option, path_and_settings
 from arborl.errors import ConfigError, disk_errors
 
 if TYPE_CHECKING:
@@ -36,14 +36,14 @@ Port = Annotated[
 def view(
     runs_dir: Folder = None,
     port: Port = None,
-    no_browser: Annotated[bool, typer.Option("--no-browser", help="Print the address only.")] = False,
+    no_browser: Annotated[bool, option("--no-browser", help="Print the address only.")] = False,
 ) -> None:
     """Show runs in a browser. Charts, episodes, tokens and trees, also while a run trains. For this machine only."""
     root = runs_dir or Path("runs")
     if not root.is_dir():
         raise ConfigError(f"{root}: no such folder. Write arborl view RUNS_DIR: a folder of runs, or a run.")
     try:
-        from arborl.view.web.viewer import Viewer, free_port
+        from arborl.view.web.app import Viewer, free_port
     except ImportError as error:
         raise ConfigError(f"arborl view needs {error.name}: pip install 'arborl[serve]'") from error
 
@@ -97,7 +97,7 @@ def doctor(
     arguments: Annotated[list[str] | None, argument("RUN a.b=c", "A run folder; or settings to check.")] = None,
     model: Annotated[str, option(metavar="PATH", help="A model, a checkpoint or a run to check.")] = "",
     config: Annotated[Path | None, option(metavar="FILE", help="The YAML file of its training.")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit code 1 for warnings too.")] = False,
+    strict: Annotated[bool, option("--strict", help="Exit code 1 for warnings too.")] = False,
     as_json: AsJson = False,
     log_level: LogLevel = None,
 ) -> None:
@@ -110,7 +110,9 @@ def doctor(
 
         console = Console()
         console.print(findings_table(findings))
-        console.print(findings_summary(findings), highlight=False, soft_wrap=True)
+        failed, warned = (sum(finding.state == state for finding in findings) for state in ("fail", "warn"))
+        counts = f"{failed} failed, {warned} warnings. Explanations: docs/doctor.md."
+        console.print(counts if failed or warned else "No problems found.", highlight=False, soft_wrap=True)
     bad = ("fail", "warn") if strict else ("fail",)
     if any(finding.state in bad for finding in findings):
         raise typer.Exit(1)
@@ -118,8 +120,7 @@ def doctor(
 
 def find_problems(arguments: Sequence[str], model: str, config: Path | None) -> list[Finding]:
     """Findings about a run; about a model or settings; or, without arguments, about the installation."""
-    paths, settings = split_settings(arguments)
-    path = one_path(paths, "run")
+    path, settings = path_and_settings(arguments, "run")
     if path is not None and path.endswith(".yaml") and config is None:
         config, path = Path(path), None
     if path is not None and (model or config or settings):
@@ -142,26 +143,15 @@ def find_problems(arguments: Sequence[str], model: str, config: Path | None) -> 
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+    from arborl.cli.terminal_table import Text, new_table
 
     colors = {"ok": "green", "warn": "yellow", "fail": "red"}
-    table = Table("check", "", box=box.SIMPLE)
-    table.add_column("found", overflow="fold")
-    table.add_column("what to do", overflow="fold")
+    table = new_table("check", "", "found", "what to do", left=("check", ""), fold=("found", "what to do"))
     for finding in findings:
         detail = "\n".join([finding.detail, *(f"· {text}" for text in finding.evidence)])
         state = Text(finding.state, style=colors[finding.state])
         table.add_row(finding.name, state, Text(detail), Text(finding.advice))
     return table
-
-
-def findings_summary(findings: Sequence[Finding]) -> str:
-    failed, warned = (sum(finding.state == state for finding in findings) for state in ("fail", "warn"))
-    if not failed and not warned:
-        return "No problems found."
-    return f"{failed} failed, {warned} warnings. Explanations: docs/doctor.md."
 
 
 # ------------------------------------------------------------------------------------------------ export, convert
@@ -175,12 +165,10 @@ def export(
     trust: Trust = False,
 ) -> None:
     """Write a policy as a Hugging Face model folder. Adapters are merged, log-probabilities verified, a card added."""
-    paths, settings = split_settings(arguments)
-    path = one_path(paths, "model to export")
+    path, settings = path_and_settings(arguments, "model to export")
     if path is None or out is None:
         raise ConfigError("path or --out is missing. Write arborl export PATH --out FOLDER.")
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}.")
+    check_choice("--dtype", dtype or DTYPES[0], DTYPES)
     from arborl.training_run.export_model import export as write
 
     result = write(path, out, tuple(settings), dtype, trust)
@@ -196,7 +184,7 @@ def convert(
     system: Annotated[str, typer.Argument(help="verl, agentfly or roll")],
     files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Scripts, override lists or YAML; later win.")],
     out: Annotated[Path | None, option(help="File to write.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print report and configuration as JSON.")] = False,
+    as_json: Annotated[bool, option("--json", help="Print report and configuration as JSON.")] = False,
     use: Annotated[
         list[str] | None, typer.Option(metavar="THEIRS=OURS", help="Part for a name of theirs; may be repeated.")
     ] = None,

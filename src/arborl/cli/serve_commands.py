@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from arborl.cli.command_arguments import LogLevel, Trust, argument, one_path, option, split_settings
+from arborl.cli.options import LogLevel, Trust, argument, option, path_and_settings
 from arborl.errors import ConfigError, disk_errors
 
 if TYPE_CHECKING:
@@ -51,13 +51,13 @@ def serve(
     max_body: Annotated[int, typer.Option(min=1, help="Size limit of one request in MiB.")] = 16,
     sessions: Annotated[int, typer.Option(min=1, help="Agent sessions at once.")] = 256,
     drain: Annotated[float, typer.Option(min=0, help="Seconds for running requests to end after SIGTERM.")] = 60.0,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Log no requests.")] = False,
+    quiet: Annotated[bool, option("--quiet", help="Log no requests.")] = False,
     trust: Trust = False,
     log_level: LogLevel = None,
 ) -> None:
     """Serve a model over OpenAI's API, and its agents over sessions."""
-    paths, settings = split_settings(arguments)
-    path = one_path([*paths, *([checkpoint] if checkpoint else [])], "model to serve") or follow
+    path, settings = path_and_settings(arguments, "model to serve", checkpoint)
+    path = path or follow
     if path is None:
         raise ConfigError("no model to serve. Write `arborl serve CHECKPOINT`: a run, a checkpoint, or a model name.")
     keys = check_address(host, port, api_key or [], api_key_file)
@@ -71,7 +71,7 @@ def serve(
 
 
 def check_address(host: str, port: int, api_keys: list[str], file: Path | None) -> ApiKeys:
-    """The API keys, after checks that the server may and can listen on this address."""
+    """The API keys. Raises `ConfigError` if the server must not or cannot listen on this address."""
     try:
         from arborl.serve.api_server import ApiServer  # noqa: F401
         from arborl.serve.middleware import read_api_keys
@@ -95,7 +95,6 @@ async def run_server(
     follow: str | None,
     address: tuple[str, int, float],
 ) -> None:
-    """Serve until a signal."""
     from arborl.serve.api_server import ApiServer, make_app
     from arborl.serve.served_model import CheckpointFollower, checkpoints_dir, load_for_serving
     from arborl.serve.sessions import SessionStore
@@ -147,8 +146,7 @@ def chat(
     log_level: LogLevel = None,
 ) -> None:
     """Chat with the agent of a run, or with a model."""
-    paths, settings = split_settings(arguments)
-    path = one_path(paths, "model")
+    path, settings = path_and_settings(arguments, "model")
     if path is None:
         raise ConfigError("no model. Write `arborl chat CHECKPOINT`: a run, a checkpoint, or a model name.")
     options = {"fields": read_fields(field or ()), "agent": agent, "seed": seed, "temperature": temperature}

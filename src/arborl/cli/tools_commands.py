@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from arborl.cli.command_arguments import AsJson, argument, one_path, split_settings
+from arborl.cli.options import AsJson, argument, file_and_settings, option
 from arborl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,10 +70,9 @@ def run_tools(arguments: Sequence[str]) -> list[tuple[str, AnyTool]]:
     from arborl.config.load_config import load
     from arborl.training_run.part_factory import RunPartFactory
 
-    paths, settings = split_settings(arguments)
-    file = one_path(paths, "file")
+    file, settings = file_and_settings(arguments)
     agent = [] if file is not None or any(text.startswith("agent") for text in settings) else ["agent=tool"]
-    workshop = RunPartFactory(load(Path(file) if file is not None else None, [*agent, *settings]), {}, connect=True)
+    workshop = RunPartFactory(load(file, [*agent, *settings]), {}, connect=True)
     try:
         workshop.tools()
         return [(entry.origin, tool) for entry, some in workshop.open_tools.loaded.values() for tool in some]
@@ -100,12 +100,10 @@ def serve(
     journal: Annotated[
         Path | None, typer.Option(help="File that records stateful calls across restarts; default: one per port.")
     ] = None,
-    mcp: Annotated[bool, typer.Option("--mcp", help="Also serve MCP, at /mcp.")] = False,
-    stdio: Annotated[
-        bool, typer.Option("--stdio", help="Serve MCP on standard input and output instead of HTTP.")
-    ] = False,
+    mcp: Annotated[bool, option("--mcp", help="Also serve MCP, at /mcp.")] = False,
+    stdio: Annotated[bool, option("--stdio", help="Serve MCP on standard input and output instead of HTTP.")] = False,
     allow_unsafe: Annotated[
-        bool, typer.Option("--allow-unsafe", help="Run code of clients even if no sandbox is available.")
+        bool, option("--allow-unsafe", help="Run code of clients even if no sandbox is available.")
     ] = False,
 ) -> None:
     """Serve tools over HTTP or MCP."""
@@ -168,11 +166,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def make_tools(names: str, arguments: list[str]) -> list[AnyTool]:
-    """The named tools with their arguments.
-
-    Example:
-        make_tools("calculator,search", ["search.corpus=docs.jsonl"])
-    """
+    """The named tools (`calculator,search`) with their arguments (`search.corpus=docs.jsonl`)."""
     from arborl.tools import TOOLS, as_tool
     from arborl.tools.core.toolbox import warn_incomplete_specs
 
@@ -182,7 +176,9 @@ def make_tools(names: str, arguments: list[str]) -> list[AnyTool]:
         name, dot, key = path.rpartition(".")
         if not (equals and dot):
             raise ConfigError(f"--arg {text!r}: write TOOL.ARGUMENT=VALUE, as in search.corpus=docs.jsonl.")
-        by_tool.setdefault(name, {})[key] = _json_or_text(value)
+        by_tool.setdefault(name, {})[key] = value
+        with suppress(ValueError):  # not JSON: the text itself
+            by_tool[name][key] = json.loads(value)
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if not wanted:
         raise ConfigError("--tools: empty. Write --tools calculator,python; `arborl tools list` lists built-in tools.")
@@ -191,10 +187,3 @@ def make_tools(names: str, arguments: list[str]) -> list[AnyTool]:
     made = [as_tool(TOOLS[name], by_tool.get(name), f"--arg {name}") for name in wanted]
     warn_incomplete_specs(made)
     return made
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from arborl.cli.command_arguments import FileAndSettings, LogLevel, Trust, one_path, option, split_settings
+from arborl.cli.options import FileAndSettings, LogLevel, Trust, check_choice, file_and_settings, option
 from arborl.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -34,12 +34,12 @@ def train(
     save: Annotated[Path | None, option("--save", metavar="DIR", help="The same as output_dir=DIR.")] = None,
     resume: Annotated[str | None, option(metavar="latest|STEP|PATH", help="Continue from a checkpoint.")] = None,
     print_only: Annotated[
-        bool, typer.Option("--print", help="Check and print the resolved configuration, and stop.")
+        bool, option("--print", help="Check and print the resolved configuration, and stop.")
     ] = False,
     trust: Trust = False,
-    stub: Annotated[bool, typer.Option("--stub", help="Run the whole loop with scripted replies, in seconds.")] = False,
+    stub: Annotated[bool, option("--stub", help="Run the whole loop with scripted replies, in seconds.")] = False,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Write a torch profiler trace of two steps, profile.json.")
+        bool, option("--profile", help="Write a torch profiler trace of two steps, profile.json.")
     ] = False,
     log_level: LogLevel = None,
 ) -> None:
@@ -47,9 +47,7 @@ def train(
     from arborl.config.config_base import dump_yaml
     from arborl.config.load_config import load
 
-    paths, settings = split_settings(arguments)
-    path = one_path([*paths, *([str(config_file)] if config_file is not None else [])], "file")
-    file = Path(path) if path is not None else None
+    file, settings = file_and_settings(arguments, other=config_file)
     output_dir = next((text for text in settings if text.lstrip("+").partition("=")[0] == "output_dir"), None)
     if save is not None and output_dir is not None:
         raise ConfigError(f"--save {save} and {output_dir} both name the run folder. Leave one out.")
@@ -75,12 +73,8 @@ def resume_config(
 ) -> tuple[RunConfig, str]:
     """The configuration of a run that continues, and its checkpoint.
 
-    Args:
-        file: replaces the run's `config.yaml`; the settings override either.
-        settings: `output_dir=FOLDER` names the run; else the path in `resume`; else it is the newest run of that name.
-        resume: `latest`, a step, the path of a checkpoint, or the path of a run, for its latest checkpoint.
-        trust: import code that the run folder of another user names.
-        save: the run folder, in place of `output_dir`.
+    The run is `save` or `output_dir`, else the run of the path in `resume`, else the newest run of the name. `file`
+    replaces its `config.yaml`; `resume` is `latest`, a step, or the path of a checkpoint or of a run.
     """
     from arborl.config.load_config import load
     from arborl.config.trust import load_run_config
@@ -151,16 +145,14 @@ def tune(
     log_level: LogLevel = None,
 ) -> None:
     """Search for better settings. The same command continues a study that was interrupted."""
-    paths, settings = split_settings(arguments)
-    path = one_path(paths, "file")
-    _check_choice("--budget", budget, ("episodes", "free"))
-    _check_choice("--keep", keep, ("best", "all"))
+    file, settings = file_and_settings(arguments)
+    check_choice("--budget", budget, ("episodes", "free"))
+    check_choice("--keep", keep, ("best", "all"))
 
     from arborl.tune.run_objective import RunObjective, default_direction
     from arborl.tune.trial import StudyPlan
 
     domains = read_space_options(space, param or ())
-    file = Path(path) if path is not None else None
     objective = RunObjective.of(file, settings, metric, budget, pruning, max(jobs, 1))  # type: ignore[arg-type]
     folder = study.expanduser() if study is not None else Path("studies") / objective.base.name
     plan = StudyPlan(
@@ -195,11 +187,6 @@ def run_study(plan: StudyPlan, objective: RunObjective, backend: str, keep: str)
     show_study(summary, objective)
 
 
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} {value}: must be one of {', '.join(choices)}.{did_you_mean(value, choices)}")
-
-
 def read_space_options(space: str | None, params: Sequence[str]) -> dict[str, Domain]:
     """The search space of a file or name, with single parameters that override it."""
     from arborl.tune.space import SPACES, get_search_space, read_param, read_space, read_space_file
@@ -212,9 +199,7 @@ def read_space_options(space: str | None, params: Sequence[str]) -> dict[str, Do
     elif space is not None:
         near = did_you_mean(space, SPACES)
         raise ConfigError(f"--space {space}: no such file or search space.{near} Known: {', '.join(SPACES)}.")
-    for text in params:
-        name, domain = read_param(text)
-        domains[name] = domain
+    domains |= dict(map(read_param, params))
     return domains or read_space(domains)
 
 
@@ -257,17 +242,13 @@ def study_result(summary: HPOSummary, metric: str) -> str:
 
 def trial_table(summary: HPOSummary, metric: str) -> Table:
     """One row per trial, the best first."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+    from arborl.cli.terminal_table import Text, new_table
 
     sign = -1 if summary.direction == "maximize" else 1
     order = {"done": 0, "pruned": 1, "running": 2, "failed": 3, "lost": 4}
     ranked = sorted(summary.trials, key=lambda t: (order[t.state], sign * (t.value or 0.0), not t.default, t.number))
     names = list(dict.fromkeys(name for trial in summary.trials for name in trial.params))
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("trial", metric, *names, "seconds", ""):
-        table.add_column(heading, justify="right" if heading else "left")
+    table = new_table("trial", metric, *names, "seconds", "", left=("",))
     for trial in ranked[:MAX_ROWS]:
         cells = [Text(_number(trial.params.get(name))) for name in names]
         remark = "unchanged" if trial.default else TRIAL_STATES.get(trial.state, "")

@@ -2,15 +2,14 @@
 
 In reading order:
 
-    run_config.py        `RunConfig`: dependent defaults and checks
-    run_sections.py      All sections as one tree; model, sampling, sandbox
+    run_config.py        `RunConfig`: all sections as one tree, dependent defaults; model, sandbox
     load_config.py       Load from a file, `a.b=c` overrides or Python keywords; bounds of YAML
     config_base.py       Base class of sections; messages for validation errors
     consistency.py       Checks across sections
-    algorithm_config.py  Presets, advantage, loss, KL penalty, importance weights
+    algorithm_config.py  Presets, advantage, loss, KL penalty, importance weights, arguments
     training_config.py   Learner, trainer, evaluation, tracking
     data_config.py       Rows, mixtures of sources, demonstrations
-    rollout_config.py    Batch size, limits, workers, environments by tag
+    rollout_config.py    Batch size, limits, workers, sampling
     engine_config.py     Engine and placement on a Ray cluster
     part_config.py       Environment, prompts, agent, context policy, reward
     tool_config.py       Tools, tool servers, MCP servers, rate limits

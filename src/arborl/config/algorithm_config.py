@@ -1,4 +1,4 @@
-"""Settings of the algorithm: presets, advantage, loss, KL penalty, importance weights, value loss, trust region.
+"""Settings of the algorithm: presets, advantage, loss, KL penalty, importance weights, arguments of single algorithms.
 
 `name` selects a preset, a row of `PRESETS`. Settings written beside it take precedence. A setting that the chosen
 advantage and loss do not read is an error.
@@ -7,11 +7,12 @@ advantage and loss do not read is an error.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from arborl.config.config_base import Config, expand_shorthand
+from arborl.config.config_base import Config, KeysOf, check_args, expand_shorthand
 from arborl.errors import did_you_mean
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -64,6 +65,7 @@ BY_LOSS: dict[str, dict[str, Any]] = {
 
 _SPLIT = frozenset({"split"})
 _GROUP = frozenset({"skip_zero_variance"})
+_VALUE = frozenset({"value_coef", "value_clip"})
 
 ADVANTAGE_READS: dict[str, frozenset[str]] = {
     "grpo": _SPLIT | _GROUP | {"baseline", "std"},
@@ -72,7 +74,7 @@ ADVANTAGE_READS: dict[str, frozenset[str]] = {
     "reinforce_plus_plus": frozenset(),
     "reinforce_plus_plus_baseline": _GROUP,
     "remax": _SPLIT,
-    "gae": frozenset({"gamma", "gae_lambda", "gae_level", "bootstrap", "value"}),
+    "gae": _VALUE | {"gamma", "gae_lambda", "gae_level", "bootstrap"},
     "opo": _SPLIT | _GROUP,
     "maxrl": _SPLIT | _GROUP,
     "gdpo": _SPLIT | _GROUP | {"reward_weights"},
@@ -103,7 +105,7 @@ LOSS_READS: dict[str, frozenset[str]] = {
     "a2c": _POLICY | {"importance_weights"},
     "pg": _POLICY | {"importance_weights"},
     "decoupled_ppo": _POLICY | {"clip_low", "clip_high", "behaviour_cap"},
-    "trpo": _RATIO | {"trust_region"},
+    "trpo": _RATIO | {"max_kl", "damping", "cg_iterations", "backtracks", "backtrack_ratio"},
     "dpo": _PAIRS,
     "ipo": _PAIRS,
     "kto": frozenset({"beta", "reward_threshold"}),
@@ -112,8 +114,8 @@ LOSS_READS: dict[str, frozenset[str]] = {
 }
 """Settings that each loss reads. A loss without `advantage` reads no setting of an advantage."""
 
-CUSTOM_ADVANTAGE_READS = _SPLIT | _GROUP | {"value", "args"}
-CUSTOM_LOSS_READS = _RATIO | {"args"}
+CUSTOM_ADVANTAGE_READS = _SPLIT | _GROUP | _VALUE
+CUSTOM_LOSS_READS = _RATIO
 """Settings that custom functions (`package.module:function`) read."""
 
 
@@ -140,14 +142,6 @@ class KLConfig(Config):
         return self
 
 
-class ValueConfig(Config):
-    """Value loss: half the squared error of the critic."""
-
-    coef: float = Field(0.5, gt=0)
-    clip: float | None = Field(None, gt=0)
-    """Clip range of the value relative to the estimate before the update, as in PPO."""
-
-
 class ImportanceWeightConfig(Config):
     """Importance weights that correct the difference between the sampling engine and the learner. A bare string is the
     `kind`.
@@ -160,7 +154,7 @@ class ImportanceWeightConfig(Config):
 
     kind: Literal["none", "tis", "mis", "icepop"] = "none"
     level: Literal["token", "sequence"] = "token"
-    """`sequence`: one ratio for all tokens of an episode or call (see `sequence`): the geometric mean of its tokens."""
+    """`sequence`: one ratio for all tokens of an episode or call (`args.sequence`), the geometric mean of theirs."""
     low: float | None = Field(None, ge=0)
     """Lower bound. Default: 0 for `mis`, 0.5 for `icepop`."""
     high: float | None = Field(None, gt=0)
@@ -207,19 +201,64 @@ class OverlongConfig(Config):
         return self
 
 
-class TrustRegionConfig(Config):
-    """TRPO: natural-gradient step with a bound on the KL divergence from the policy before the update."""
+class AlgorithmArgs(Config):
+    """Arguments of single advantages and losses. One that the chosen advantage and loss do not read is an error."""
 
+    baseline: Literal["mean", "none"] = "mean"
+    """`advantage=grpo` and `step_reinforce`: what is subtracted from the reward, the mean of the group or nothing."""
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    """`advantage=gae`: 0 is the one-step TD error, 1 the Monte Carlo return."""
+    gae_level: Literal["turn", "token"] = "turn"
+    """`advantage=gae`: time step."""
+    bootstrap: bool = False
+    """`advantage=gae`: bootstrap from the critic at the end of a truncated episode (`truncated` by the environment,
+    `max_turns`, context full). See docs/algorithms.md."""
+    value_coef: float = Field(0.5, gt=0)
+    """`advantage=gae`: coefficient of the value loss, half the squared error of the critic."""
+    value_clip: float | None = Field(None, gt=0)
+    """`advantage=gae`: clip range of the value relative to the estimate before the update, as in PPO."""
+    step_weight: float = Field(1.0, ge=0)
+    """`advantage=gigpo`: omega, the weight of the step-level advantage (equal states) relative to the episode-level
+    one."""
+    baseline_decay: float = Field(0.95, ge=0, lt=1)
+    """`advantage=rae`: decay of the running baseline per role and step."""
+    reward_weights: dict[str, float] = Field(default_factory=dict)
+    """`advantage=gdpo`, which normalises each reward first: weights by reward name. Default 1."""
+    split_ratio: float = Field(0.9, gt=0, le=1)
+    """`split=geometric`: ratio of a branch's part to that of the next."""
+    fixed_length: int = Field(1024, ge=1)
+    """`aggregation=fixed`: the divisor."""
+    dual_clip: float | None = Field(None, gt=1)
+    """`loss=ppo`: upper bound of the ratio for tokens with negative advantage (dual-clip PPO)."""
+    sequence: Literal["episode", "call"] = "episode"
+    """`loss=gspo` and `importance_weights.level=sequence`: unit of sequence-level ratios."""
+    tau_positive: float = Field(1.0, gt=0)
+    """`loss=sapo`: temperature for tokens with positive advantage."""
+    tau_negative: float = Field(1.05, gt=0)
+    """`loss=sapo`: temperature for tokens with negative advantage."""
+    behaviour_cap: float | None = Field(5.0, gt=1)
+    """`loss=decoupled_ppo`: tokens whose ratio between proximal and sampling policy exceeds this value are masked."""
     max_kl: float = Field(0.01, gt=0)
-    """Bound of the weighted mean KL divergence over terms."""
+    """`loss=trpo`: bound of the weighted mean KL divergence over terms from the policy before the update."""
     damping: float = Field(0.1, ge=0)
-    """Added to the diagonal of the Fisher matrix."""
+    """`loss=trpo`: added to the diagonal of the Fisher matrix."""
     cg_iterations: int = Field(10, ge=1)
-    """Conjugate-gradient iterations."""
+    """`loss=trpo`: conjugate-gradient iterations."""
     backtracks: int = Field(10, ge=0)
-    """Maximum number of backtracking line-search steps; if all fail, the weights stay."""
+    """`loss=trpo`: maximum number of backtracking line-search steps; if all fail, the weights stay."""
     backtrack_ratio: float = Field(0.5, gt=0, lt=1)
-    """Factor of the step length in each backtracking step."""
+    """`loss=trpo`: factor of the step length in each backtracking step."""
+    beta: float = Field(0.1, gt=0)
+    """`loss=dpo`, `ipo` and `kto`: strength of the regularisation towards the reference model."""
+    pairs: Literal["best_worst", "all"] = "best_worst"
+    """`loss=dpo` and `ipo`: which pairs of episodes of a group are preferences."""
+    min_gap: float = Field(0.0, ge=0)
+    """`loss=dpo` and `ipo`: minimum difference of the rewards of a pair."""
+    reward_threshold: float = 0.5
+    """Minimum reward of a good episode: `loss=sft` trains on these only, `loss=kto` treats them as desirable."""
+    teacher: str | None = None
+    """`loss=distill`: a model as in `model.name`, with the tokenizer of the policy; or the address of a server that
+    returns prompt log-probabilities (vLLM), such as `http://127.0.0.1:8000/v1?model=NAME`."""
 
 
 def _whiten_mode(value: Any) -> Any:
@@ -265,76 +304,34 @@ class AlgorithmConfig(Config):
     (docs/algorithms.md)."""
     loss: Annotated[str, _one_of(LOSS_READS)] = "ppo"
     """Loss: see `arborl.algorithms.LOSSES`, or your own. `dpo`, `ipo`, `kto`, `sft` and `distill` read no advantage."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of a custom advantage or loss; checked against their signatures."""
 
-    baseline: Literal["mean", "none"] = "mean"
-    """Baseline that is subtracted from the reward: the mean of the group, or none."""
     std: Literal["none", "group", "batch"] = "none"
     """Divisor of the advantage: none, the standard deviation of the group (as in the GRPO paper, and in its presets),
     or that of the batch. `dr_grpo` and the turn-level presets have none."""
     gamma: float = Field(1.0, ge=0, le=1)
-    """Discount factor per turn; with `gae_level=token` per token."""
-    gae_lambda: float = Field(0.95, ge=0, le=1)
-    """Lambda of GAE: 0 is the one-step TD error, 1 the Monte Carlo return."""
-    gae_level: Literal["turn", "token"] = "turn"
-    """Time step of GAE."""
-    bootstrap: bool = False
-    """Whether GAE bootstraps from the critic at the end of a truncated episode (`truncated` by the environment,
-    `max_turns`, context full). See docs/algorithms.md."""
+    """Discount factor per turn; with `args.gae_level=token` per token."""
     whiten: Annotated[bool | Literal["token"], BeforeValidator(_whiten_mode)] = False
     """Normalise the advantages of the batch to mean 0 and standard deviation 1. `true` or `episode`: each episode
     counts once; advantages relative to a group are only divided. `token`: each token counts once, as in verl and ROLL;
     a zero-variance group may then get a nonzero advantage."""
-    step_weight: float = Field(1.0, ge=0)
-    """Omega of GiGPO: weight of the step-level advantage (equal states) relative to the episode-level one."""
-    baseline_decay: float = Field(0.95, ge=0, lt=1)
-    """Decay of the running baseline per role and step."""
-    reward_weights: dict[str, float] = Field(default_factory=dict)
-    """Weights by reward name, for `gdpo`, which normalises each reward first. Default 1."""
     split: Literal["broadcast", "last", "uniform", "geometric"] = "broadcast"
     """Distribution of the advantage of an episode over its branches: the same to each, all to the last, equal or
     geometrically growing parts."""
-    split_ratio: float = Field(0.9, gt=0, le=1)
-    """With `split=geometric`: ratio of a branch's part to that of the next."""
 
     clip_low: float = Field(0.2, ge=0, lt=1)
     """Lower clip range: the importance ratio is clipped at `1 - clip_low`."""
     clip_high: float = Field(0.2, ge=0)
     """Upper clip range: the importance ratio is clipped at `1 + clip_high`."""
-    dual_clip: float | None = Field(None, gt=1)
-    """Upper bound of the ratio for tokens with negative advantage (dual-clip PPO)."""
     advantage_clip: float | None = Field(None, gt=0)
     """Bound of the absolute advantage, applied last."""
-    sequence: Literal["episode", "call"] = "episode"
-    """Unit of sequence-level ratios."""
-    tau_positive: float = Field(1.0, gt=0)
-    """Temperature of SAPO for tokens with positive advantage."""
-    tau_negative: float = Field(1.05, gt=0)
-    """Temperature of SAPO for tokens with negative advantage."""
-    behaviour_cap: float | None = Field(5.0, gt=1)
-    """`decoupled_ppo` masks tokens whose ratio between proximal and sampling policy exceeds this value."""
     anchor: Literal["auto", "rollout", "proximal"] = "auto"
     """Denominator of the importance ratio: the sampling policy (`rollout`) or the policy at the start of the update
     (`proximal`). `auto` is `proximal` with `importance_weights` and with a clip range below 0.1 (`gspo`), which the
     difference between engine and learner alone could exceed; else `rollout`."""
-    teacher: str | None = None
-    """Teacher of `distill`: a model as in `model.name`, with the tokenizer of the policy; or the address of a server
-    that returns prompt log-probabilities (vLLM), such as `http://127.0.0.1:8000/v1?model=NAME`."""
-    beta: float = Field(0.1, gt=0)
-    """Beta of DPO, IPO and KTO: strength of the regularisation towards the reference model."""
-    pairs: Literal["best_worst", "all"] = "best_worst"
-    """Which pairs of episodes of a group are preferences."""
-    min_gap: float = Field(0.0, ge=0)
-    """Minimum difference of the rewards of a pair."""
-    reward_threshold: float = 0.5
-    """Minimum reward of a good episode: `sft` trains on these only, `kto` treats them as desirable."""
 
     aggregation: Literal["token", "episode", "call", "fixed"] = "episode"
     """Averaging of the loss: over episodes of the token mean (`episode`), over tokens (`token`; long episodes weigh
-    more), over calls (`call`), or the token sum of an episode divided by `fixed_length` (`fixed`)."""
-    fixed_length: int = Field(1024, ge=1)
-    """With `aggregation=fixed`: the divisor."""
+    more), over calls (`call`), or the token sum of an episode divided by `args.fixed_length` (`fixed`)."""
     skip_zero_variance: bool = True
     """Exclude zero-variance groups from the batch and from the denominator of the loss."""
     entropy_coef: float = Field(0.0, ge=0)
@@ -342,12 +339,12 @@ class AlgorithmConfig(Config):
     staleness_decay: float = Field(1.0, gt=0, le=1)
     """Factor of the loss of a token per policy version of staleness."""
     kl: KLConfig = KLConfig()
-    value: ValueConfig = ValueConfig()
     importance_weights: ImportanceWeightConfig = ImportanceWeightConfig()
     overlong: OverlongConfig = OverlongConfig()
-    trust_region: TrustRegionConfig = TrustRegionConfig()
     by_source: dict[str, AlgorithmConfig] = Field(default_factory=dict)
     """Another algorithm for the tasks of a source, by source name. Sources are weighted by their episodes."""
+    args: Annotated[dict[str, Any], KeysOf(AlgorithmArgs)] = Field(default_factory=dict)
+    """Arguments of the advantage and loss, as listed below; of custom ones by their signatures."""
 
     @model_validator(mode="before")
     @classmethod
@@ -375,30 +372,42 @@ class AlgorithmConfig(Config):
         reads = settings_read(chosen)
         return {key: value for key, value in (below | preset | above).items() if key in reads} | dict(data)
 
+    @field_validator("args")
+    @classmethod
+    def _check_args(cls, args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        """With the defaults of all arguments that are read; those of custom functions unchanged."""
+        settings, fields = info.data, AlgorithmArgs.model_fields
+        if not {"advantage", "loss"} <= settings.keys():
+            return args  # the error is reported there
+        reads = settings_read(settings) & fields.keys()
+        custom = is_custom(settings["advantage"]) or is_custom(settings["loss"])
+        own = {name: value for name, value in args.items() if custom and name not in reads}
+        written = {name: value for name, value in args.items() if name not in own}
+        message = partial(_unread, settings["advantage"], settings["loss"])
+        given = check_args(AlgorithmArgs, written, reads, message)
+        return {name: getattr(given, name) for name in fields if name in reads} | own
+
+    @property
+    def options(self) -> AlgorithmArgs:
+        """`args` of the library's advantages and losses, with defaults."""
+        known = AlgorithmArgs.model_fields
+        return AlgorithmArgs.model_construct(**{name: value for name, value in self.args.items() if name in known})
+
+    @property
+    def own_args(self) -> dict[str, Any]:
+        """`args` of custom functions."""
+        reads = settings_read({name: getattr(self, name) for name in type(self).model_fields})
+        return {name: value for name, value in self.args.items() if name not in reads}
+
     @model_validator(mode="after")
     def _check_read(self) -> AlgorithmConfig:
         reads = settings_read({name: getattr(self, name) for name in type(self).model_fields})
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if name not in reads and value != field.get_default(call_default_factory=True):
-                raise ValueError(self._unread_message(name, value))
+                shown = "" if isinstance(value, Config | dict) else f"={value}"
+                raise ValueError(f"{name}{shown} {_unread(self.advantage, self.loss, name)}")
         return self
-
-    def _unread_message(self, name: str, value: Any) -> str:
-        shown = "" if isinstance(value, Config | dict) else f"={value}"
-        has_advantage = "advantage" in settings_read_by_loss(self.loss)
-        chosen = f"advantage={self.advantage} and loss={self.loss}" if has_advantage else f"loss={self.loss}"
-        by_loss = [key for key, read in LOSS_READS.items() if name in read]
-        by_advantage = [key for key, read in ADVANTAGE_READS.items() if name in read]
-        if name in ENABLED_BY:
-            instead = ENABLED_BY[name]
-        elif by_loss:
-            instead = f"loss={join_with_or(by_loss)}"
-        else:
-            instead = f"advantage={join_with_or(by_advantage)}" + (
-                "" if has_advantage else " and a loss that reads it, as ppo"
-            )
-        return f"{name}{shown} is not read with {chosen}. Leave it out, or write {instead}."
 
     @model_validator(mode="after")
     def _fits_together(self) -> AlgorithmConfig:
@@ -433,7 +442,7 @@ class AlgorithmConfig(Config):
         if self.loss in ("dpo", "ipo"):
             return True
         return (
-            self.baseline == "mean"
+            self.options.baseline == "mean"
             and self.advantage in GROUP_ADVANTAGES
             and "advantage" in settings_read_by_loss(self.loss)
         )
@@ -453,7 +462,7 @@ class AlgorithmConfig(Config):
         """Distance from 1 at which the loss clips or gates the ratio; infinite if it does neither."""
         reads = settings_read_by_loss(self.loss)
         clips = [getattr(self, name) for name in ("clip_low", "clip_high") if name in reads]
-        gates = [1.0 / getattr(self, name) for name in ("tau_positive", "tau_negative") if name in reads]
+        gates = [1.0 / self.args[name] for name in ("tau_positive", "tau_negative") if name in reads]
         return min([*clips, *gates], default=float("inf"))
 
     @property
@@ -476,15 +485,31 @@ class AlgorithmConfig(Config):
 NARROW_CLIP = 0.1
 """Twice the largest acceptable mean difference between engine and learner."""
 
-ALWAYS = frozenset({"name", "loss", "overlong", "by_source"})
+ALWAYS = frozenset({"name", "loss", "overlong", "by_source", "args"})
 
 ENABLED_BY = {
     "split_ratio": "split=geometric",
     "fixed_length": "aggregation=fixed",
     "sequence": "loss=gspo or importance_weights.level=sequence",
-    "args": "an advantage or a loss of your own, package.module:function",
 }
 """Settings that another setting enables."""
+
+
+def _unread(advantage: str, loss: str, name: str) -> str:
+    """The message for a setting that the advantage and the loss do not read."""
+    has_advantage = "advantage" in settings_read_by_loss(loss)
+    chosen = f"advantage={advantage} and loss={loss}" if has_advantage else f"loss={loss}"
+    by_loss = [key for key, read in LOSS_READS.items() if name in read]
+    by_advantage = [key for key, read in ADVANTAGE_READS.items() if name in read]
+    if name in ENABLED_BY:
+        instead = ENABLED_BY[name]
+    elif by_loss:
+        instead = f"loss={join_with_or(by_loss)}"
+    else:
+        instead = (
+            f"advantage={join_with_or(by_advantage)}{'' if has_advantage else ' and a loss that reads it, as ppo'}"
+        )
+    return f"is not read with {chosen}. Leave it out, or write {instead}."
 
 
 def join_with_or(names: Sequence[str]) -> str:

@@ -5,12 +5,23 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    create_model,
+    model_validator,
+)  # fmt: skip
 from pydantic.fields import FieldInfo
+from pydantic_core import core_schema
 
 from arborl.config.secrets import mask_secrets
 from arborl.errors import ConfigError, did_you_mean
@@ -29,6 +40,9 @@ class Config(BaseModel):
 
     shorthand: ClassVar[str] = ""
     """Key that a bare string sets: `env: frozen_lake` means `env: {name: frozen_lake}`. Empty for none."""
+
+    unlisted: ClassVar[tuple[str, ...]] = ()
+    """Keys that only a section in a list or dict of such sections may have."""
 
     @model_validator(mode="before")
     @classmethod
@@ -50,6 +64,61 @@ C = TypeVar("C", bound=Config)
 Loc = tuple[int | str, ...]
 
 
+@dataclass(frozen=True)
+class KeysOf:
+    """Annotation of a dict: its keys are settings of `model`. For arguments that depend on the chosen part."""
+
+    model: type[Config]
+    overrides: bool = False
+    """The settings are those of another section; only written ones are kept."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        schema = handler(source)
+        return core_schema.no_info_before_validator_function(self._written, schema) if self.overrides else schema
+
+    def _written(self, value: Any) -> Any:
+        return self.model.model_validate(value).model_dump(exclude_none=True) if isinstance(value, Mapping) else value
+
+
+def refuse_key(key: str, value: Any, message: str) -> NoReturn:
+    """In the validator of a dict: raise an error with the path of one of its keys."""
+    error: Any = {"type": "value_error", "loc": (key,), "input": value, "ctx": {"error": ValueError(message)}}
+    raise ValidationError.from_exception_data(key, [error])
+
+
+def check_args(model: type[C], args: Mapping[str, Any], reads: Collection[str], unread: Callable[[str], str]) -> C:
+    """In the validator of `args`: the arguments as a `model`.
+
+    Args:
+        reads: arguments that the chosen part reads; others are refused unless they have their default.
+        unread: the message for an argument that it does not read.
+    """
+    given = model.model_validate(args)
+    for name in sorted(given.model_fields_set.difference(reads)):
+        if getattr(given, name) != model.model_fields[name].get_default(call_default_factory=True):
+            refuse_key(name, args[name], unread(name))
+    return given
+
+
+def overrides_of(model: type[Config], *names: str, **others: Any) -> KeysOf:
+    """The annotation of a dict that overrides settings of `model`.
+
+    Args:
+        names: the settings.
+        others: further ones, with a type of their own.
+    """
+    fields: dict[str, Any] = {}
+    for name in (*names, *others):
+        field = model.model_fields[name]
+        kind: Any = others.get(name) or Annotated[field.annotation, *field.metadata, None]
+        fields[name] = (
+            Annotated[kind.__origin__ | None, *kind.__metadata__],
+            Field(None, description=field.description),
+        )
+    overrides = create_model(f"{model.__name__}Overrides", __base__=Config, **fields)
+    return KeysOf(overrides, True)
+
+
 def expand_shorthand(model: type[Config], data: Any) -> Any:
     """The section that a bare string is short for; other values unchanged."""
     if model.shorthand and isinstance(data, str | os.PathLike):
@@ -61,6 +130,9 @@ def section_model(model: type[Config], key: str) -> type[Config] | None:
     """The class of the section `key` of `model`; None if `key` is not a section."""
     field = model.model_fields.get(key)
     annotation = field.annotation if field else None
+    for rule in field.metadata if field else ():
+        if isinstance(rule, KeysOf):
+            return rule.model
     return annotation if isinstance(annotation, type) and issubclass(annotation, Config) else None
 
 
@@ -74,6 +146,8 @@ def item_model(model: type[Config], key: str) -> type[Config] | None:
 def setting_paths(model: type[Config], prefix: str = "") -> Iterator[str]:
     """All keys of the tree as dotted paths: `learner`, `learner.lr`, …"""
     for key in model.model_fields:
+        if key in model.unlisted:
+            continue
         yield prefix + key
         if inner := section_model(model, key):
             yield from setting_paths(inner, f"{prefix}{key}.")
@@ -104,8 +178,25 @@ def explain(error: ValidationError, model: type[Config]) -> str:
     return "\n".join(lines)
 
 
+ELSEWHERE = {
+    "envs": "data.sources.NAME.env, with a ratio",
+    "val_envs": "data.sources.NAME.evaluation_tasks",
+    "limits": "rollout or sampling in its place",
+    "wandb": "track.trackers=[wandb]",
+    "mlflow": "track.trackers=[mlflow]",
+    "render_save_dir": "track.render_every=10",
+    "trust_region": "algorithm.args.max_kl",
+    "value": "algorithm.args.value_coef or value_clip",
+    "zero_stage": "learner.strategy=zero1, zero2 or zero3",
+    "critic_detach": "learner.critic=detached",
+}
+"""What to write instead of keys that other frameworks, or earlier versions, have."""
+
+
 def suggest_key(key: str, model: type[Config], above: Loc = ()) -> str:
     """` Did you mean …?` for an unknown `key` in the section `above`: the same key elsewhere, or a similar one."""
+    if key in ELSEWHERE:
+        return f" Write {ELSEWHERE[key]}."
     all_paths = list(setting_paths(model))
     section = _model_at(model, above)
     keys = list(section.model_fields) if section else []
@@ -177,9 +268,15 @@ def _range(field: FieldInfo | None) -> str:
 
 def _model_at(model: type[Config], loc: Loc) -> type[Config] | None:
     here: type[Config] | None = model
+    is_key = True
     for part in loc:
-        if isinstance(part, str) and here is not None:
-            here = section_model(here, part) or item_model(here, part)
+        if not is_key or not isinstance(part, str) or here is None:
+            is_key = True  # a name in a dict of sections, or an index in a list of them
+            continue
+        inner = section_model(here, part)
+        field = here.model_fields.get(part)
+        is_key = inner is not None or field is None or get_origin(field.annotation) is not dict
+        here = inner or item_model(here, part)
     return here
 
 

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from arborl.config.config_base import Config, item_model, section_model
+from arborl.config.config_base import Config, KeysOf, item_model, section_model
 from arborl.config.run_config import RunConfig
 from arborl.config.tool_config import SparseConfig
 
@@ -30,18 +30,28 @@ def page() -> str:
 
 def _section(path: str, model: type[Config]) -> Iterator[str]:
     fields = model.model_fields.items()
-    inner = [(name, found) for name, _ in fields if (found := section_model(model, name) or _optional(model, name))]
+    sections = {
+        name: found for name, field in fields if (found := section_model(model, name)) and not _overrides(field)
+    }
+    inner = [(name, found) for name, _ in fields if (found := sections.get(name) or _optional(model, name))]
     inner += [(f"{name}.N", found) for name, field in fields if (found := _item(field))]
-    plain = [(name, field) for name, field in fields if section_model(model, name) is None]
     if path:
         yield f"\n## {path}\n"
         yield f"{_text(model.__doc__)}\n"
     yield "| key | default | |\n|---|---|---|"
-    for name, field in plain:
-        key = f"{path}.{name}" if path else name
-        yield f"| `{key}` | {_default(field)} | {_text(field.description)} |"
+    for name, field in fields:
+        if name not in sections:
+            above = [path] if path else []
+            key = ".".join([*above, *(["sources", "NAME"] if name in model.unlisted else []), name])
+            yield f"| `{key}` | {_default(field)} | {_text(field.description)} |"
     for name, found in inner:
-        yield from _section(f"{path}.{name}" if path else name, found)
+        if name.removesuffix(".N") not in model.unlisted:
+            yield from _section(f"{path}.{name}" if path else name, found)
+
+
+def _overrides(field: FieldInfo) -> bool:
+    """Whether the keys are those of another section."""
+    return any(isinstance(rule, KeysOf) and rule.overrides for rule in field.metadata)
 
 
 def _item(field: FieldInfo) -> type[Config] | None:

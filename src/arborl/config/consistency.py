@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from arborl.config.algorithm_config import OFFLINE_LOSSES, AlgorithmConfig, is_custom
-from arborl.config.data_config import SourceConfig
-from arborl.config.run_sections import RunSections
+from arborl.config.data_config import OF_A_SOURCE, DataConfig
 from arborl.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from arborl.config.run_config import RunConfig
 
 READ_OFFLINE: dict[str, tuple[str, ...]] = {
     "env": ("name",), "agent": ("tool_format",), "tools": (), "rewards": (), "engine": ("name",),
@@ -14,7 +18,7 @@ READ_OFFLINE: dict[str, tuple[str, ...]] = {
 """Sections about sampling, and their keys that offline runs read."""
 
 
-def check_run(run: RunSections) -> None:
+def check_run(run: RunConfig) -> None:
     """All checks, in order."""
     for check in (
         check_teacher, check_demonstrations, check_offline, check_algorithm, check_critic, check_batch,
@@ -23,24 +27,24 @@ def check_run(run: RunSections) -> None:
         check(run)
 
 
-def check_teacher(run: RunSections) -> None:
-    chosen = {one.teacher for one in run.algorithm.all if one.loss == "distill"}
+def check_teacher(run: RunConfig) -> None:
+    chosen = {one.options.teacher for one in run.algorithm.all if one.loss == "distill"}
     if None in chosen:
         raise ValueError(
-            "algorithm=distill: there is no teacher. Write algorithm.teacher=MODEL, or the address of a server."
+            "algorithm=distill: there is no teacher. Write algorithm.args.teacher=MODEL, or the address of a server."
         )
     if len(chosen) > 1:
-        raise ValueError(f"algorithm.teacher: one for the whole run; given {', '.join(sorted(map(str, chosen)))}.")
+        raise ValueError(f"algorithm.args.teacher: one for the whole run; given {', '.join(sorted(map(str, chosen)))}.")
     sampling = run.sampling
     remote = any(str(name).startswith(("http://", "https://")) for name in chosen)
     if remote and (sampling.temperature != 1 or sampling.top_k or sampling.top_p < 1 or sampling.min_p):
         raise ValueError(
-            "algorithm.teacher: a server returns log-probabilities at temperature 1 over all tokens. Leave "
+            "algorithm.args.teacher: a server returns log-probabilities at temperature 1 over all tokens. Leave "
             "sampling.temperature, top_k, top_p and min_p out."
         )
 
 
-def check_demonstrations(run: RunSections) -> None:
+def check_demonstrations(run: RunConfig) -> None:
     section = run.demonstrations
     if not section.enabled:
         return
@@ -55,7 +59,7 @@ def check_demonstrations(run: RunSections) -> None:
         raise ValueError("demonstrations.weight with loss=trpo, whose step is bounded for one loss. Write weight=0.")
 
 
-def check_offline(run: RunSections) -> None:
+def check_offline(run: RunConfig) -> None:
     data, algorithm = run.data, run.algorithm
     if not data.offline:
         if run.engine.name == "none":
@@ -93,7 +97,7 @@ def check_offline(run: RunSections) -> None:
             )
 
 
-def check_algorithm(run: RunSections) -> None:
+def check_algorithm(run: RunConfig) -> None:
     if run.model.dtype == "float16" and run.learner.master == "none":
         raise ValueError(
             "learner.master=none with model.dtype=float16: small gradients and updates would be lost. Write "
@@ -102,11 +106,13 @@ def check_algorithm(run: RunSections) -> None:
     for algorithm in run.algorithm.all:
         if algorithm.compares_episodes and run.rollout.group_size < 2:
             raise ValueError(_group_of_one(algorithm))
-        whole = algorithm.loss in ("dpo", "ipo", "kto") or (algorithm.loss, algorithm.sequence) == ("gspo", "episode")
+        by_episode = algorithm.loss == "gspo" and algorithm.options.sequence == "episode"
+        whole = by_episode or algorithm.loss in ("dpo", "ipo", "kto")
         if run.learner.max_samples_per_trajectory is not None and whole:
+            other = ", or write algorithm.args.sequence=call" if by_episode else ""
             raise ValueError(
                 f"learner.max_samples_per_trajectory with algorithm.loss={algorithm.loss}, which is of whole "
-                f"episodes: leave it out{', or write algorithm.sequence=call' if algorithm.loss == 'gspo' else ''}."
+                f"episodes: leave it out{other}."
             )
     for name in run.algorithm.by_source if run.data.sources else ():
         if name not in run.data.sources:
@@ -118,15 +124,15 @@ def _group_of_one(algorithm: AlgorithmConfig) -> str:
     if algorithm.loss in ("dpo", "ipo"):
         what, instead = f"loss={algorithm.loss}: one episode makes no pair", "algorithm.loss=sft"
     elif algorithm.advantage in ("grpo", "step_reinforce"):
-        what = "baseline=mean: the only episode equals the mean, so every advantage is 0"
-        instead = "algorithm.baseline=none"
+        what = "args.baseline=mean: the only episode equals the mean, so every advantage is 0"
+        instead = "algorithm.args.baseline=none"
     else:
         what = f"advantage={algorithm.advantage}: the only episode has nothing to be compared with"
         instead = "algorithm.advantage=reinforce"
     return f"rollout.group_size=1 with algorithm.{what}. Write rollout.group_size=8, or {instead}."
 
 
-def check_critic(run: RunSections) -> None:
+def check_critic(run: RunConfig) -> None:
     name, critic, algorithms = run.algorithm.name, run.learner.critic, run.algorithm.all
     needed = any(one.uses_critic for one in algorithms)
     if not needed and any(is_custom(one.advantage) for one in algorithms):
@@ -135,7 +141,7 @@ def check_critic(run: RunSections) -> None:
         raise ValueError(
             f"learner.critic=none: algorithm={name} needs values. Write learner.critic=shared or separate."
         )
-    if not needed and critic in ("shared", "separate"):
+    if not needed and critic in ("shared", "detached", "separate"):
         raise ValueError(f"learner.critic={critic}: algorithm={name} needs no values. Write learner.critic=auto.")
     if not needed and run.learner.critic_from is not None:
         raise ValueError(
@@ -144,7 +150,7 @@ def check_critic(run: RunSections) -> None:
         )
 
 
-def check_batch(run: RunSections) -> None:
+def check_batch(run: RunConfig) -> None:
     tasks = run.rollout.tasks_per_step
     if run.learner.minibatches > tasks:
         raise ValueError(
@@ -153,7 +159,7 @@ def check_batch(run: RunSections) -> None:
         )
 
 
-def check_deterministic(run: RunSections) -> None:
+def check_deterministic(run: RunConfig) -> None:
     for name in ("redundancy", "group_seconds"):
         if run.deterministic and getattr(run.rollout, name):
             raise ValueError(
@@ -162,9 +168,9 @@ def check_deterministic(run: RunSections) -> None:
             )
 
 
-def check_lengths(run: RunSections) -> None:
+def check_lengths(run: RunConfig) -> None:
     context, kv_tokens = run.sampling.max_context, run.engine.kv_tokens
-    sections = {"evaluation": run.evaluation.max_tokens}
+    sections = {"evaluation.sampling": run.evaluation.sampling.get("max_tokens")}
     if not run.data.offline:
         sections = {"sampling": run.sampling.max_tokens, **sections}
     for section, tokens in sections.items():
@@ -180,21 +186,24 @@ def check_lengths(run: RunSections) -> None:
         )
 
 
-def check_sources(run: RunSections) -> None:
+def check_sources(run: RunConfig) -> None:
     data = run.data
+    if others := data.written(OF_A_SOURCE):
+        run_key = f"{others[0]}, or " if others[0] in type(run).model_fields else ""
+        raise ValueError(f"data.{others[0]}: is of one source. Write {run_key}data.sources.NAME.{others[0]}.")
     if run.env.prompt.is_set and data.sources and all(source.env for source in data.sources.values()):
         raise ValueError(
             "env.prompt is of the run's environment, and every source names another. Write "
-            f"data.sources.{next(iter(data.sources))}.env.prompt, or agent_template of a tag."
+            f"data.sources.{next(iter(data.sources))}.env.prompt."
         )
     if not data.sources:
-        _check_source(run, "", SourceConfig(path=data.path, hub=data.hub, rows=data.rows))
+        _check_source(run, "", data)
     rows = {"path": data.path, "hub": data.hub} if data.by else {}
     for name, source in data.sources.items():
         _check_source(run, f"data.sources.{name}.", source.model_copy(update=rows) if rows else source)
 
 
-def _check_source(run: RunSections, where: str, source: SourceConfig) -> None:
+def _check_source(run: RunConfig, where: str, source: DataConfig) -> None:
     agent, env = source.agent or run.agent, source.env or run.env
     tools = run.tools if source.tools is None else source.tools
     rewards = run.rewards if source.rewards is None else source.rewards
@@ -221,16 +230,16 @@ def _check_source(run: RunSections, where: str, source: SourceConfig) -> None:
             )
     context = run.sampling.max_context
     for key, value, most in (
-        ("sampling.max_tokens", source.sampling.max_tokens, context - 1),
-        ("limits.max_context", source.limits.max_context, context),
+        ("max_tokens", source.sampling.get("max_tokens"), context - 1),
+        ("max_context", source.sampling.get("max_context"), context),
     ):
         if value is not None and value > most:
             raise ValueError(
-                f"{where}{key}={value} with sampling.max_context={context}. Write a larger sampling.max_context."
+                f"{where}sampling.{key}={value} with sampling.max_context={context}. Write a larger one for the run."
             )
 
 
-def check_engine(run: RunSections) -> None:
+def check_engine(run: RunConfig) -> None:
     name, sampling = run.engine.name, run.sampling
     if name in ("vllm", "http"):
         if run.deterministic:
@@ -256,7 +265,7 @@ def check_engine(run: RunSections) -> None:
         )
 
 
-def check_placement(run: RunSections) -> None:
+def check_placement(run: RunConfig) -> None:
     placement, engine = run.placement, run.engine
     counts = (placement.engines, placement.env_workers, placement.reward_workers, run.learner.ranks - 1)
     if placement.name == "ray" and not any(counts):
@@ -267,7 +276,7 @@ def check_placement(run: RunSections) -> None:
         if engine.name != "local":
             raise ValueError(
                 f"placement.engines={placement.engines} are replicas of engine=local, and engine={engine.name}. Leave "
-                "it out; several vLLM servers are written engine=http engine.urls=[…]."
+                "it out; several vLLM servers are written engine=http engine.args.urls=[…]."
             )
         if engine.sleep_mode:
             raise ValueError(
@@ -286,14 +295,14 @@ def check_placement(run: RunSections) -> None:
             f"placement.env_workers={placement.env_workers} are processes, and rollout.workers={run.rollout.workers}. "
             "Leave one of them out."
         )
-    if placement.env_workers and run.rollout.envs.max_env_num_per_worker:
+    if placement.env_workers and run.rollout.envs_per_process:
         raise ValueError(
             f"placement.env_workers={placement.env_workers} divides the environments, and so does "
-            "rollout.envs.max_env_num_per_worker. Leave one of them out."
+            "rollout.envs_per_process. Leave one of them out."
         )
 
 
-def check_lag(run: RunSections) -> None:
+def check_lag(run: RunConfig) -> None:
     lag = run.rollout.max_lag
     if run.deterministic and lag:
         raise ValueError(

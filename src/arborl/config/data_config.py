@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from arborl.config.config_base import Config, StopStrings, expand_shorthand
+from arborl.config.config_base import Config, expand_shorthand, overrides_of
 from arborl.config.part_config import AgentPartConfig, ContextConfig, EnvConfig, PartConfig, RewardConfig
+from arborl.config.rollout_config import RolloutConfig, SamplingConfig
 from arborl.config.tool_config import ToolConfig
 from arborl.errors import did_you_mean
 
@@ -46,8 +47,8 @@ class RowsConfig(Config):
     max_prompt_tokens: int = Field(0, ge=0)
     """Maximum prompt length; 0 for none."""
     overlong: Literal["drop", "cut", "refuse"] = "drop"
-    """Longer prompts: drop the row, cut the end of its longest message, or refuse to start. Rows of offline runs count
-    with their completions against `sampling.max_context`."""
+    """Longer prompts: drop the row, cut the end of its longest message, or refuse to start. Rows of offline runs and
+    demonstrations count with their completions against `sampling.max_context`."""
     deduplicate: bool = False
     """Drop rows whose prompt occurred before."""
     shuffle: bool = True
@@ -112,8 +113,6 @@ class DemonstrationsConfig(Config):
     all steps."""
     weight: float = Field(0.0, ge=0)
     """Weight of the imitation loss in all later steps; 0 for none."""
-    overlong: Literal["drop", "cut", "refuse"] = "drop"
-    """Rows with more than `sampling.max_context` tokens: drop, cut, or refuse to start."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> DemonstrationsConfig:
@@ -135,46 +134,10 @@ class DemonstrationsConfig(Config):
         return self.path is not None or self.rows is not None
 
 
-class SourceSampling(Config):
-    """Sampling settings of a source; None inherits from the run. The learner uses the same distribution."""
-
-    temperature: float | None = Field(None, gt=0, allow_inf_nan=False)
-    top_k: int | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    max_tokens: int | None = Field(None, ge=1)
-    """Maximum tokens of a completion."""
-    stop: StopStrings = ()
-    """Additional stop strings."""
-
-
-class SourceLimits(Config):
-    """Limits of an episode of this source; None inherits from the run."""
-
-    max_turns: int | None = Field(None, ge=1)
-    max_context: int | None = Field(None, ge=8)
-    episode_seconds: float | None = Field(None, gt=0)
-    step_seconds: float | None = Field(None, gt=0)
-
-
-class SourceConfig(RowsConfig):
-    """One source of a mixture; settings that are not written are those of the run."""
-
-    ratio: float | None = Field(None, ge=0)
-    """Share of every batch; by default all sources have the same."""
-    passes: int = Field(0, ge=0)
-    """Maximum epochs over its rows; 0 for no limit."""
-    weight: float = Field(1.0, gt=0)
-    """Weight of its episodes in the loss."""
-    agent: AgentPartConfig | None = None
-    env: EnvConfig | None = None
-    """Makes the tasks if there are no rows."""
-    context: ContextConfig | None = None
-    tools: tuple[ToolConfig, ...] | None = None
-    """Like `tools` of the run."""
-    rewards: tuple[RewardConfig, ...] | None = None
-    sampling: SourceSampling = SourceSampling()
-    limits: SourceLimits = SourceLimits()
+SOURCE_SAMPLING = overrides_of(
+    SamplingConfig, "temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "max_context"
+)
+SOURCE_ROLLOUT = overrides_of(RolloutConfig, "max_turns", "episode_seconds", "step_seconds")
 
 
 class StageConfig(Config):
@@ -186,15 +149,12 @@ class StageConfig(Config):
 
 
 class BandConfig(Config):
-    """Sources whose success rate is outside `low` to `high` have their ratio multiplied by `outside`."""
+    """Sources whose running success rate is outside `low` to `high` have a quarter of their ratio."""
 
     low: float = Field(0.0, ge=0, le=1)
     """Minimum success rate in training."""
     high: float = Field(1.0, ge=0, le=1)
     """Maximum success rate in training."""
-    outside: float = Field(0.25, gt=0, le=1)
-    decay: float = Field(0.9, ge=0, lt=1)
-    """Decay of the running success rate per step."""
 
     @property
     def active(self) -> bool:
@@ -213,12 +173,24 @@ INHERITED = (
 """Settings that a source inherits from `data`."""
 
 
-class DataConfig(RowsConfig):
-    """Tasks. Without rows the environment makes them from the seed. A bare string is the path."""
+OF_A_SOURCE = (
+    "ratio", "passes", "weight", "evaluation_tasks", "agent", "env", "context", "tools", "rewards", "sampling",
+    "rollout",
+)  # fmt: skip
+"""Keys of an entry of `data.sources`, not of `data` itself."""
+OF_THE_RUN = ("sources", "offline", "by", "agents", "strict", "missing", "schedule", "band")
+"""Keys of `data` itself."""
 
-    sources: dict[str, SourceConfig] = Field(default_factory=dict)
-    """Sources of a mixture, by name. Each has `path`, `hub`, `rows` or `env`, a `ratio`, and may override `agent`,
-    `context`, `env`, `tools`, `rewards`, `sampling`, `limits`, `weight` and the settings above. See docs/data.md."""
+
+class DataConfig(RowsConfig):
+    """Tasks. Without rows the environment makes them from the seed. A bare string is the path. Entries of `sources`
+    have the same keys for their rows."""
+
+    unlisted: ClassVar[tuple[str, ...]] = OF_A_SOURCE
+
+    sources: dict[str, DataConfig] = Field(default_factory=dict)
+    """Sources of a mixture, by name. Each has `path`, `hub`, `rows` or `env`, a `ratio`, and its own of the settings
+    above; those that it does not set are those of `data`. See docs/data.md."""
     offline: bool = False
     """Offline training: rows contain the completions (conversations, preference pairs, labelled answers) and nothing is
     sampled. Default: true with `algorithm=sft`, `dpo`, `ipo` or `kto` and rows, unless `env` or `rewards` are set. See
@@ -235,6 +207,27 @@ class DataConfig(RowsConfig):
     """Changes of the ratios at given steps."""
     band: BandConfig = BandConfig()
 
+    ratio: float | None = Field(None, ge=0)
+    """Share of every batch; by default all sources have the same."""
+    passes: int = Field(0, ge=0)
+    """Maximum epochs over its rows; 0 for no limit."""
+    weight: float = Field(1.0, gt=0)
+    """Weight of its episodes in the loss."""
+    evaluation_tasks: int | None = Field(None, ge=0)
+    """Its number of held-out tasks, also with `ratio=0`. Default: an equal share of `evaluation.tasks`."""
+    agent: AgentPartConfig | None = None
+    """This and the next six: its own section instead of that of the run."""
+    env: EnvConfig | None = None
+    """Makes the tasks if there are no rows."""
+    context: ContextConfig | None = None
+    tools: tuple[ToolConfig, ...] | None = None
+    rewards: tuple[RewardConfig, ...] | None = None
+    sampling: Annotated[dict[str, Any], SOURCE_SAMPLING] = Field(default_factory=dict)
+    """Settings that differ from `sampling` of the run; `stop` adds stop strings. The learner uses the same
+    distribution."""
+    rollout: Annotated[dict[str, Any], SOURCE_ROLLOUT] = Field(default_factory=dict)
+    """The same for `max_turns`, `episode_seconds` and `step_seconds` of `rollout`."""
+
     @model_validator(mode="before")
     @classmethod
     def _inherit(cls, data: Any) -> Any:
@@ -244,7 +237,7 @@ class DataConfig(RowsConfig):
         common = {key: data[key] for key in INHERITED if key in data}
         sources = {}
         for name, source in data["sources"].items():
-            own = expand_shorthand(SourceConfig, source)
+            own = expand_shorthand(cls, source)
             sources[name] = {**common, **own} if isinstance(own, Mapping) else own
         return {**data, "sources": sources}
 
@@ -262,7 +255,10 @@ class DataConfig(RowsConfig):
             raise ValueError(f"by={self.by} tells apart the rows of one file. Write path=FILE too.")
         for name, source in self.sources.items():
             self._check_source(name, source)
-        self._check_ratios({name: source.ratio for name, source in self.sources.items()}, "sources")
+        self._check_ratios({name: source.ratio for name, source in self.sources.items()})
+        self._check_all_or_none(
+            {name: source.evaluation_tasks for name, source in self.sources.items()}, "evaluation_tasks"
+        )
         for number, stage in enumerate(self.schedule):
             for name in stage.ratios:
                 if name not in self.sources:
@@ -276,7 +272,9 @@ class DataConfig(RowsConfig):
     def _near(self, name: str) -> str:
         return did_you_mean(name, self.sources)
 
-    def _check_source(self, name: str, source: SourceConfig) -> None:
+    def _check_source(self, name: str, source: DataConfig) -> None:
+        if others := source.written(OF_THE_RUN):
+            raise ValueError(f"sources.{name}.{others[0]}: is not of a single source. Write data.{others[0]}.")
         if "/" in name or not name.strip():
             raise ValueError(f"sources: {name!r} is no name for a source. Use letters, digits, - and _.")
         if self.by is not None:
@@ -285,12 +283,25 @@ class DataConfig(RowsConfig):
         elif not source.has_rows and source.env is None:
             raise ValueError(f"sources.{name}: has neither rows nor an environment. Write path=FILE or env=NAME.")
 
-    def _check_ratios(self, ratios: Mapping[str, float | None], where: str) -> None:
-        without = [name for name, ratio in ratios.items() if ratio is None]
-        if without and len(without) < len(ratios):
-            raise ValueError(f"{where}.{without[0]}.ratio: is missing, others have one. Give all sources one, or none.")
+    def _check_all_or_none(self, values: Mapping[str, float | None], key: str) -> None:
+        without = [name for name, value in values.items() if value is None]
+        if without and len(without) < len(values):
+            raise ValueError(f"sources.{without[0]}.{key}: is missing, others have one. Give all sources one, or none.")
+
+    def _check_ratios(self, ratios: Mapping[str, float | None]) -> None:
+        self._check_all_or_none(ratios, "ratio")
         values = [ratio for ratio in ratios.values() if ratio is not None]
         if values and not sum(values) > 0:
-            raise ValueError(f"{where}: all ratios are 0, so there is nothing to train on. Give one source a ratio.")
+            raise ValueError("sources: all ratios are 0, so there is nothing to train on. Give one source a ratio.")
         if self.strict and values and abs(sum(values) - 1) > 1e-9:
-            raise ValueError(f"{where}: the ratios add up to {sum(values):g}, not to 1, and strict is on.")
+            raise ValueError(f"sources: the ratios add up to {sum(values):g}, not to 1, and strict is on.")
+
+    @property
+    def evaluation_counts(self) -> dict[str, int]:
+        """Held-out tasks by source; empty if they have equal shares."""
+        return {n: source.evaluation_tasks for n, source in self.sources.items() if source.evaluation_tasks is not None}
+
+    def written(self, names: Sequence[str]) -> list[str]:
+        """Those of the settings that differ from their defaults."""
+        fields = type(self).model_fields
+        return [name for name in names if getattr(self, name) != fields[name].get_default(call_default_factory=True)]

@@ -4,15 +4,64 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from arborl.config.config_base import Config
+from arborl.config.config_base import Config, KeysOf, check_args
 from arborl.config.part_config import NamedConfig
 
-ENGINE_NAMES = ("local", "vllm", "http", "scripted", "none")
-"""Engines of the library; custom engines may read any setting."""
+
+class EngineArgs(Config):
+    """Arguments of single engines. Others are for vLLM's `AsyncEngineArgs` (`{tensor_parallel_size: 2}`), or for a
+    custom engine."""
+
+    page_size: int = Field(0, ge=0)
+    """`local`: tokens per block of the KV cache. 0: 64 on a GPU, a whole sequence on a CPU."""
+    update: Literal["continue", "finish", "restart"] = "continue"
+    """`local`: completions in progress at a weight update, with `rollout.max_lag`: `continue` with the new weights
+    (each token keeps its policy version), `finish` with the old weights first, or `restart`. Other engines always
+    continue."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """`vllm` and `http`: precision; `auto` is `model.dtype`. If it is lower than the learner's, write
+    `algorithm.importance_weights=tis`."""
+    python: str | None = None
+    """`vllm`: Python interpreter of an environment with vLLM."""
+    urls: tuple[str, ...] = ()
+    """`http`: servers with the same model, `[http://host:8000, …]`."""
+    model: str | None = None
+    """`http`: model name on the servers. Default: the model that they serve."""
+    weights_dir: Path | None = None
+    """`http`: folder in which weights are written for the servers, with the same path on both. Default: the temporary
+    folder."""
+    seconds: float = Field(600.0, gt=0)
+    """`http`: timeout of a request, and of waiting if no server answers."""
+    chat: bool = False
+    """`http`: use only `/v1/chat/completions`: evaluation of a model without its tokenizer."""
+    api_key_env: str | None = None
+    """`http`: environment variable with the API key of the servers."""
+    replies: tuple[str, ...] = ()
+    """`scripted`: replies, drawn at random. Default: the actions of the environment."""
+
+    @field_validator("urls")
+    @classmethod
+    def _check_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", url):
+                raise ValueError(f"{url!r} is not an address. Write http://HOST:PORT.")
+        if len(set(urls)) != len(urls):
+            raise ValueError("a server is named twice. Name each once.")
+        return urls
+
+
+ENGINE_ARGS = {
+    "local": ("page_size", "update"),
+    "vllm": ("dtype", "python"),
+    "http": ("dtype", "urls", "model", "weights_dir", "seconds", "chat", "api_key_env"),
+    "scripted": ("replies",),
+    "none": (),
+}
+"""Arguments by engine of the library."""
 
 
 class EngineConfig(NamedConfig):
@@ -31,63 +80,52 @@ class EngineConfig(NamedConfig):
     sleep_mode: bool = False
     """Release GPU memory while the learner updates: `vllm` releases weights and KV cache (its sleep mode), `local` its
     KV cache if the run would not fit otherwise or would need gradient checkpointing."""
-    page_size: int = Field(0, ge=0)
-    """Tokens per block of the KV cache. 0: 64 on a GPU, a whole sequence on a CPU."""
-    update: Literal["continue", "finish", "restart"] = "continue"
-    """Completions in progress at a weight update, with `rollout.max_lag`: `continue` with the new weights (each token
-    keeps its policy version), `finish` with the old weights first, or `restart`. `vllm` and `http` always continue."""
-    replies: tuple[str, ...] = ()
-    """Replies of `scripted`, drawn at random. Default: the actions of the environment."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of `vllm` or of the servers of `http`; `auto` is `model.dtype`. If it is lower than the learner's,
-    write `algorithm.importance_weights=tis`."""
-    python: str | None = None
-    """Python interpreter of an environment with vLLM, for `vllm`."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Additional arguments of vLLM's `AsyncEngineArgs`: `{tensor_parallel_size: 2}`."""
-    urls: tuple[str, ...] = ()
-    """Servers of `http` with the same model: `[http://host:8000, …]`."""
-    model: str | None = None
-    """Model name on the servers of `http`. Default: the model that they serve."""
-    weights_dir: Path | None = None
-    """Folder in which `http` writes weights for its servers, with the same path on both. Default: the temporary
-    folder."""
-    seconds: float = Field(600.0, gt=0)
-    """Timeout of a request to a server of `http`, and of waiting if no server answers."""
-    chat: bool = False
-    """Use only `/v1/chat/completions` of the servers of `http`: evaluation of a model without its tokenizer."""
-    api_key_env: str | None = None
-    """Environment variable with the API key of the servers of `http`."""
+    args: Annotated[dict[str, Any], KeysOf(EngineArgs)] = Field(default_factory=dict)
+    """Arguments of this engine, as listed below."""
+
+    @field_validator("args")
+    @classmethod
+    def _check_args(cls, args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        engine, fields = info.data.get("name"), EngineArgs.model_fields
+        if engine not in ENGINE_ARGS:
+            return args
+        own = {name: value for name, value in args.items() if engine == "vllm" and name not in fields}
+
+        def unread(name: str) -> str:
+            of = [other for other, names in ENGINE_ARGS.items() if name in names]
+            return f"is for engine={' and engine='.join(of)}, not for engine={engine}."
+
+        written = {name: value for name, value in args.items() if name not in own}
+        given = check_args(EngineArgs, written, ENGINE_ARGS[engine], unread)
+        return given.model_dump(include=set(ENGINE_ARGS[engine]), exclude_unset=True) | own
 
     @model_validator(mode="after")
     def _check_engine(self) -> EngineConfig:
-        read = {
-            "local": ("kv_tokens", "sleep_mode", "page_size", "update"),
-            "vllm": ("kv_tokens", "sleep_mode", "dtype", "python", "args"),
-            "http": ("dtype", "urls", "model", "weights_dir", "seconds", "chat", "api_key_env"),
-            "scripted": ("replies",),
-        }
-        for key in sorted({key for keys in read.values() for key in keys}):
-            default = type(self).model_fields[key].get_default(call_default_factory=True)
-            of = [name for name, keys in read.items() if key in keys]
-            if getattr(self, key) != default and self.name in ENGINE_NAMES and self.name not in of:
-                raise ValueError(f"{key} is for engine={' and engine='.join(of)}, not for engine={self.name}.")
-        if self.name == "http" and not self.urls:
-            raise ValueError("engine=http needs servers. Write engine.urls=[http://HOST:8000].")
-        for url in self.urls:
-            if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", url):
-                raise ValueError(f"urls: {url!r} is not an address. Write http://HOST:PORT.")
-        if len(set(self.urls)) != len(self.urls):
-            raise ValueError("urls: a server is named twice. Name each once.")
+        for key in ("kv_tokens", "sleep_mode"):
+            if getattr(self, key) and self.name in ENGINE_ARGS and self.name not in ("local", "vllm"):
+                raise ValueError(f"{key} is for engine=local and engine=vllm, not for engine={self.name}.")
+        if self.name == "http" and not self.options.urls:
+            raise ValueError("engine=http needs servers. Write engine.args.urls=[http://HOST:8000].")
         return self
+
+    @property
+    def options(self) -> EngineArgs:
+        """`args` of the library's engines, with defaults."""
+        known = ENGINE_ARGS.get(self.name, ())
+        return EngineArgs.model_construct(**{name: value for name, value in self.args.items() if name in known})
+
+    @property
+    def own_args(self) -> dict[str, Any]:
+        """`args` of vLLM, or of a custom engine."""
+        return {name: value for name, value in self.args.items() if name not in ENGINE_ARGS.get(self.name, ())}
 
     def requests(self, device: str = "cpu") -> int:
         """`max_requests`, with the default for this device type if it is 0."""
         return self.max_requests or (1024 if self.name == "local" and device == "cuda" else 256)
 
     def scripted(self) -> EngineConfig:
-        """The same settings with fixed replies as the engine."""
-        return EngineConfig(name="scripted", replies=self.replies)
+        """Fixed replies as the engine: those of this engine if it has some."""
+        return EngineConfig(name="scripted", args=self.args if self.name == "scripted" else {})
 
 
 class DeviceMappingConfig(Config):
@@ -116,10 +154,8 @@ class PlacementConfig(Config):
     """Cluster to join, `HOST:6379`. Default: `RAY_ADDRESS`, else a cluster that is started on this machine for the
     run."""
     engines: int = Field(0, ge=0)
-    """Number of replicas of `engine=local`, one process each. An episode stays on one replica; new episodes go to the
-    least loaded. 0: the engine runs in this process."""
-    cpus_per_engine: int = Field(1, ge=1)
-    """CPU cores per engine, and its threads unless `threads` is set."""
+    """Number of replicas of `engine=local`, one process each, with `threads` CPU cores (1 if not set). An episode stays
+    on one replica; new episodes go to the least loaded. 0: the engine runs in this process."""
     env_workers: int = Field(0, ge=0)
     """Number of processes for environments. 0: as `rollout.workers`, on this machine."""
     reward_workers: int = Field(0, ge=0)
@@ -132,12 +168,10 @@ class PlacementConfig(Config):
     def _check_counts(self) -> PlacementConfig:
         counts = ("engines", "env_workers", "reward_workers")
         if self.name == "local":
-            for key in ("address", *counts, "cpus_per_engine", "device_mapping"):
+            for key in ("address", *counts, "device_mapping"):
                 default = type(self).model_fields[key].get_default(call_default_factory=True)
                 if getattr(self, key) != default:
                     raise ValueError(f"{key} is for placement=ray, and placement=local. Write placement=ray too.")
-        if self.cpus_per_engine != 1 and not self.engines:
-            raise ValueError("cpus_per_engine needs engines, and there are none. Write placement.engines=2 too.")
         named = len(self.device_mapping.engines)
         if named and named != self.engines:
             raise ValueError(

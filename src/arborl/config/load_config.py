@@ -26,7 +26,7 @@ from arborl.config.config_base import (
     setting_paths,
     to_plain,
     validate,
-)
+)  # fmt: skip
 from arborl.config.run_config import RunConfig, folder_name
 from arborl.config.secrets import require_unmasked
 from arborl.errors import ConfigError, did_you_mean
@@ -98,11 +98,7 @@ def from_kwargs(**kwargs: Any) -> RunConfig:
 
 
 def find_setting(name: str) -> str | None:
-    """The setting that a command-line option was probably meant as.
-
-    Example:
-        named_key("seed"), named_key("lr"), named_key("save-every")     # seed, learner.lr, trainer.save_every
-    """
+    """The setting that a command-line option was probably meant as: `save-every` is `trainer.save_every`."""
     name = ALIASES.get(name, name.replace("-", "_"))
     all_paths = list(setting_paths(RunConfig))
     matches = [path for path in all_paths if path.rpartition(".")[2] == name]
@@ -110,26 +106,17 @@ def find_setting(name: str) -> str | None:
 
 
 def parse_value(text: str) -> Any:
-    """Parse the value of an override.
-
-    Example:
-        read_value("1e-4"), read_value("[4, 8]"), read_value("true")     # 0.0001, [4, 8], True
-    """
+    """Parse the value of an override: `1e-4`, `[4, 8]`, `true`."""
     return _parse_override(f"value={text}").value()
 
 
 def format_override(key: str, value: str | float | bool | None) -> str:
-    """The override that sets `key` to this value.
-
-    Example:
-        write_setting("learner.lr", 1e-4), write_setting("name", "a b")     # learner.lr=0.0001, name="a b"
-    """
+    """The override that sets `key` to this value: `learner.lr=0.0001`, `name="a b"`."""
     if value is None or isinstance(value, bool):
         return f"{key}={'null' if value is None else str(value).lower()}"
     if not isinstance(value, str):
         return f"{key}={value!r}"
-    to_plain = re.fullmatch(r"[A-Za-z_/][\w./:@-]*", value, re.ASCII) and parse_value(value) == value
-    if to_plain:
+    if re.fullmatch(r"[A-Za-z_/][\w./:@-]*", value, re.ASCII) and parse_value(value) == value:
         return f"{key}={value}"
     escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)
     ended = re.sub(r"(\\+)$", r"\1\1", escaped)
@@ -228,8 +215,8 @@ def _group_overrides(name: str, groups: Sequence[Override]) -> list[str]:
         return []
     listed = GlobalHydra.instance().config_loader().compute_defaults_list(name, [], RunMode.RUN).defaults
     known = {default.override_key for default in listed}
-    to_plain = {override.get_key_element().lstrip("+"): str(override.input_line).lstrip("+") for override in groups}
-    return [text if text.startswith("~") or key in known else f"+{text}" for key, text in to_plain.items()]
+    lines = {override.get_key_element().lstrip("+"): str(override.input_line).lstrip("+") for override in groups}
+    return [text if text.startswith("~") or key in known else f"+{text}" for key, text in lines.items()]
 
 
 # ------------------------------------------------------------------------------------------------ overrides
@@ -460,14 +447,8 @@ def _check_events(events: Iterator[Any], where: object) -> None:
 
 
 def is_text(value: str) -> bool:
-    """Whether it can be encoded as UTF-8."""
-    if value.isascii():
-        return True
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    """Whether it can be encoded as UTF-8: has no half of a surrogate pair."""
+    return re.search("[\ud800-\udfff]", value) is None
 
 
 @contextmanager

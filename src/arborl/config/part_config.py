@@ -12,9 +12,9 @@ from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from arborl.config.config_base import Config
+from arborl.config.config_base import Config, KeysOf, check_args
 from arborl.errors import did_you_mean
 
 EVERY_TURN = {
@@ -175,6 +175,28 @@ class AgentPartConfig(PartConfig):
     """Arguments of tools, by tool: `agent.tool_args.search.corpus=docs.jsonl`."""
 
 
+class ContextArgs(Config):
+    """Arguments of single context policies."""
+
+    window: int = Field(8, ge=1)
+    """`window`: number of messages beside the system message and the first and newest user message."""
+    compress_at: float = Field(0.75, gt=0, le=1)
+    """`truncate` and `summary`: compress above this share of `sampling.max_context`, room for a reply included."""
+    compression_ratio: float = Field(0.5, gt=0, le=1)
+    """`truncate`: share that remains."""
+    train_summaries: bool = True
+    """`summary`: whether summary calls are trained."""
+
+
+CONTEXT_ARGS = {
+    "none": (),
+    "window": ("window",),
+    "truncate": ("compress_at", "compression_ratio"),
+    "summary": ("compress_at", "train_summaries"),
+}
+"""Arguments by policy."""
+
+
 class ContextConfig(Config):
     """Compression of conversations that exceed the context, with agent `chat`, `tool`, `code`, `react` or `statelm`. A
     bare string is the policy. See docs/context.md."""
@@ -184,34 +206,22 @@ class ContextConfig(Config):
     policy: Literal["none", "window", "truncate", "summary"] = "none"
     """`window` shows the latest messages; `truncate` drops the oldest; `summary` replaces earlier messages by a summary
     that the model writes. The system prompt and the newest user message always stay."""
-    window: int = Field(8, ge=1)
-    """With `window`: number of messages beside the system message and the first and newest user message."""
-    compress_at: float = Field(0.75, gt=0, le=1)
-    """With `truncate` and `summary`: compress above this share of `sampling.max_context`, room for a reply included."""
-    compression_ratio: float = Field(0.5, gt=0, le=1)
-    """With `truncate`: share that remains."""
-    train_summaries: bool = True
-    """With `summary`: whether summary calls are trained."""
+    args: Annotated[dict[str, Any], KeysOf(ContextArgs)] = Field(default_factory=dict)
+    """Arguments of this policy, as listed below."""
 
-    @model_validator(mode="after")
-    def _check_read(self) -> ContextConfig:
-        fields = type(self).model_fields
-        for key, policies in READ_BY.items():
-            if self.policy not in policies and getattr(self, key) != fields[key].default:
-                raise ValueError(
-                    f"{key} is about policy={' and '.join(policies)}, and policy={self.policy}. Leave it out, or write "
-                    f"policy={policies[0]}."
-                )
-        return self
+    @field_validator("args")
+    @classmethod
+    def _check_args(cls, args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        policy = info.data.get("policy")
+        if policy is None:
+            return args
 
+        def unread(name: str) -> str:
+            of = [other for other, names in CONTEXT_ARGS.items() if name in names]
+            return f"is for policy={' and '.join(of)}, not for policy={policy}. Leave it out, or write policy={of[0]}."
 
-READ_BY = {
-    "window": ("window",),
-    "compress_at": ("truncate", "summary"),
-    "compression_ratio": ("truncate",),
-    "train_summaries": ("summary",),
-}
-"""Policies that read each key."""
+        given = check_args(ContextArgs, args, CONTEXT_ARGS[policy], unread)
+        return given.model_dump(include=set(CONTEXT_ARGS[policy]))
 
 
 class RewardConfig(PartConfig):

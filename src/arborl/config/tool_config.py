@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
@@ -41,17 +41,13 @@ class LimitConfig(SparseConfig):
     name: str | None = None
     """Runs share limits of the same name, with the same numbers. Default: the address of the server, the command, or
     the name of the tool."""
-    scope: Literal["host", "cluster"] = "host"
-    """`host`: shared by the runs of this user on this machine. `cluster`: by all clients of the same tool server."""
     server: str | None = None
-    """With `scope: cluster`: the tool server that enforces it. Default: the server of the entry, or
-    ARBORL_TOOL_SERVER."""
+    """Address of a tool server that enforces the limit for all its clients; `auto` is the server of the entry, or
+    ARBORL_TOOL_SERVER. Default: the runs of this user on this machine share it."""
 
     @model_validator(mode="after")
     def _check_server(self) -> LimitConfig:
-        if self.server is not None and self.scope == "host":
-            raise ValueError("server is for scope: cluster. Write that too, or leave server out.")
-        if self.server is not None:
+        if self.server not in (None, "auto"):
             check_url(self.server, "server")
         return self
 

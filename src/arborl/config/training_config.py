@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from arborl.config.config_base import Config
+from arborl.config.config_base import Config, overrides_of
 from arborl.config.part_config import PartConfig
+from arborl.config.rollout_config import SamplingConfig
 
 
 class LearnerConfig(Config):
@@ -23,10 +23,8 @@ class LearnerConfig(Config):
     """Betas of AdamW."""
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
-    warmup_steps: int = Field(0, ge=0)
-    """Optimizer steps of linear warm-up from 0."""
-    warmup_ratio: float = Field(0.0, ge=0, lt=1)
-    """Warm-up as a share of all optimizer steps, rounded up."""
+    warmup: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Linear warm-up from 0: number of optimizer steps; below 1 a share of all optimizer steps, rounded up."""
     decay: Literal["none", "linear", "cosine", "constant_with_warmup"] = "linear"
     """Schedule after the warm-up, as in transformers: `linear` and `cosine` reach `min_lr` at the last step; `none` and
     `constant_with_warmup` keep `lr`."""
@@ -60,26 +58,22 @@ class LearnerConfig(Config):
     """State in host memory between steps. `optimizer`: float32 master weights and AdamW moments; `all`: gradients and
     the reference model too. The result is the same. With `strategy=fsdp2` the float32 shards are the master weights:
     `optimizer` offloads the moments, `all` the shards too."""
-    strategy: Literal["single", "ddp", "fsdp2", "deepspeed", "tensor"] = "single"
+    strategy: Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "tensor"] = "single"
     """Distribution over ranks. `ddp`: replicated model, different trees. `fsdp2`: sharded weights, gradients and
-    optimizer state. `deepspeed`: DeepSpeed ZERO with `zero_stage` (needs the extra `deepspeed`). `tensor`: tensor
-    parallelism, the same trees on all ranks. See docs/scale-out.md."""
+    optimizer state. `zero1`, `zero2`, `zero3`: DeepSpeed's ZeRO (needs the extra `deepspeed`), which shards the
+    optimizer state, from 2 on gradients, with 3 also weights. `tensor`: tensor parallelism, the same trees on all
+    ranks. See docs/scale-out.md."""
     ranks: int = Field(1, ge=1)
     """Number of learner processes, one GPU each if there are GPUs. `arborl train` starts them; under `torchrun` or
     `accelerate launch`, 1 means all of their processes."""
     restarts: int = Field(2, ge=0)
     """Maximum automatic restarts from the last checkpoint after the loss of a rank. The run stops if a rank is lost at
     the same step again, or if `torchrun` or `accelerate launch` started the ranks."""
-    zero_stage: Literal[1, 2, 3] = 2
-    """With `strategy=deepspeed`, what is sharded: 1 optimizer state, 2 also gradients, 3 also weights."""
-    critic: Literal["auto", "none", "shared", "separate"] = "auto"
-    """The critic: a value head on the policy (`shared`) or a separate model. `auto` is `shared` for algorithms that
-    need a critic."""
+    critic: Literal["auto", "none", "shared", "detached", "separate"] = "auto"
+    """The critic: a value head on the policy (`shared`; `detached` if the value loss must not train the policy's
+    layers) or a separate model. `auto` is `shared` for algorithms that need a critic."""
     critic_lr: float | None = Field(None, gt=0)
     """Learning rate of the critic. Default: `lr` for a separate model, ten times `lr` for a head."""
-    critic_detach: bool = False
-    """Stop the gradient of the value loss at the shared trunk."""
-
     critic_from: str | None = None
     """Initial model of a separate critic, with the tokenizer of the policy. A sequence classifier with one label, such
     as a reward model, keeps its head."""
@@ -92,30 +86,30 @@ class LearnerConfig(Config):
     @property
     def sharded(self) -> bool:
         """Whether weights are sharded over ranks."""
-        return self.strategy in ("fsdp2", "deepspeed", "tensor")
+        return self.strategy not in ("single", "ddp")
+
+    @property
+    def zero_stage(self) -> int:
+        """Stage of ZeRO; 0 for other strategies."""
+        return int(self.strategy[-1]) if self.strategy.startswith("zero") else 0
 
     @model_validator(mode="after")
     def _check_strategy(self) -> LearnerConfig:
         if self.ranks > 1 and self.strategy == "single":
             raise ValueError(f"ranks={self.ranks} with strategy=single, which is one process. Write strategy=fsdp2.")
-        if self.strategy in ("deepspeed", "tensor") and self.offload != "none":
+        if (self.zero_stage or self.strategy == "tensor") and self.offload != "none":
             raise ValueError(
                 f"offload={self.offload} with strategy={self.strategy}, which keeps its parts on the device. Write "
                 "strategy=fsdp2, or offload=none."
             )
         if "restarts" in self.model_fields_set and self.restarts != 2 and self.strategy == "single":
             raise ValueError(f"restarts={self.restarts} with strategy=single, which has no ranks. Leave it out.")
-        if "zero_stage" in self.model_fields_set and self.zero_stage != 2 and self.strategy != "deepspeed":
-            raise ValueError(f"zero_stage={self.zero_stage} with strategy={self.strategy}. Write strategy=deepspeed.")
         return self
 
     @model_validator(mode="after")
     def _check_schedule(self) -> LearnerConfig:
-        if self.warmup_steps and self.warmup_ratio:
-            raise ValueError(
-                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio:g} both set the warm-up. "
-                "Leave one out."
-            )
+        if self.warmup > 1 and self.warmup % 1:
+            raise ValueError(f"warmup={self.warmup:g}: write a whole number of steps, or a share below 1.")
         if self.lr is not None and self.lr_scale != 1.0:
             raise ValueError(
                 f"lr_scale={self.lr_scale:g} scales the default learning rate, and lr={self.lr:g}. Leave one out."
@@ -131,7 +125,7 @@ class LearnerConfig(Config):
 
     @model_validator(mode="after")
     def _check_critic(self) -> LearnerConfig:
-        if self.critic_from is not None and self.critic in ("shared", "none"):
+        if self.critic_from is not None and self.critic in ("shared", "detached", "none"):
             raise ValueError(
                 f"critic_from={self.critic_from} is for a separate critic, and critic={self.critic}. Write "
                 "critic=separate, or leave one of them out."
@@ -177,6 +171,12 @@ class TrainerConfig(Config):
         return self
 
 
+EVALUATION_SAMPLING = overrides_of(
+    SamplingConfig, "top_k", "top_p", "min_p", "max_tokens",
+    temperature=Annotated[float, Field(ge=0, allow_inf_nan=False)],
+)  # fmt: skip
+
+
 class EvaluationConfig(Config):
     """Evaluation on held-out tasks before, during and after training."""
 
@@ -186,61 +186,17 @@ class EvaluationConfig(Config):
     """Evaluate before training."""
     every: int = Field(0, ge=0)
     """Steps between evaluations during training; 0 for none."""
-    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
-    top_k: int | None = Field(None, ge=0)
-    """Default: as in `sampling`, like the next three. The `sampling` of a source takes precedence."""
-    top_p: float | None = Field(None, gt=0, le=1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    max_tokens: int | None = Field(None, ge=1)
+    group_size: int = Field(1, ge=1)
+    """Episodes per held-out task."""
+    sampling: Annotated[dict[str, Any], EVALUATION_SAMPLING] = Field(default_factory=dict)
+    """Settings that differ from `sampling`, but `temperature` is 1 by default. The `sampling` of a source takes
+    precedence."""
     greedy: bool = True
     """Also evaluate with greedy decoding."""
 
-
-class WandbConfig(Config):
-    """Weights & Biases (needs the extra `wandb`). A bare string is the project."""
-
-    shorthand: ClassVar[str] = "project"
-
-    project: str | None = None
-    """Project; None disables Weights & Biases."""
-    name: str | None = None
-    """Name of the run. Default: that of its folder."""
-    entity: str | None = None
-    """User or team. Default: your own."""
-    dir: Path | None = None
-    """Folder of its files. Default: the run folder."""
-    mode: Literal["online", "offline"] | None = None
-    """`offline` stores data for `wandb sync FOLDER`. Default: `WANDB_MODE`, else `online`."""
-
-    @model_validator(mode="after")
-    def _check_project(self) -> WandbConfig:
-        _require_key(self, "project")
-        return self
-
-
-class MlflowConfig(Config):
-    """MLflow (needs the extra `mlflow`). A bare string is the address."""
-
-    shorthand: ClassVar[str] = "uri"
-
-    uri: str | None = None
-    """Tracking server, database or folder: `http://…`, `sqlite:///mlflow.db`, `mlruns`; None disables MLflow."""
-    experiment: str = "arborl"
-    """Experiment; created if it does not exist."""
-    name: str | None = None
-    """Name of the run. Default: that of its folder."""
-
-    @model_validator(mode="after")
-    def _check_uri(self) -> MlflowConfig:
-        _require_key(self, "uri")
-        return self
-
-
-def _require_key(section: Config, key: str) -> None:
-    """Refuse settings of a tracker that is not used."""
-    others = [name for name, field in type(section).model_fields.items() if getattr(section, name) != field.default]
-    if getattr(section, key) is None and others:
-        raise ValueError(f"{others[0]} is given without {key}, so the tracker is not used. Write {key} too.")
+    @property
+    def temperature(self) -> float:
+        return float(self.sampling.get("temperature", 1.0))
 
 
 class TrackConfig(Config):
@@ -257,18 +213,13 @@ class TrackConfig(Config):
     """Number of most likely tokens that are stored with each sampled token in the episode files, for `arborl view`;
     about 17 bytes each. Sampling on a GPU is slower (no CUDA graph). With `engine=local` only."""
     gifs: int = Field(3, ge=0)
-    """Episodes rendered at the end of the run."""
-    render_save_dir: Path | None = None
-    """Folder for GIFs of episodes with the messages of the model: `train/` and `validation/`."""
-    render_every: int = Field(10, ge=1)
-    """Steps between training episodes that are rendered (with `render_save_dir`) and sent to trackers. Evaluations
-    always are."""
-    render_episodes: int = Field(2, ge=1)
-    """With `render_save_dir`: number of episodes."""
+    """Episodes rendered as GIFs at the end of the run; with `render_every` also each time."""
+    render_every: int = Field(0, ge=0)
+    """Steps between training episodes that are rendered with the messages of the model, in `frames/train/`; then
+    episodes of every evaluation are too, in `frames/validation/`. 0 for none."""
     timeline: int = Field(20, ge=0)
     """Steps of which `timeline.json` contains every episode, model call, tool call and engine step; later steps contain
     update, publish and wait only. Open it with Perfetto (https://ui.perfetto.dev). 0 for none."""
-    wandb: WandbConfig = WandbConfig()
-    mlflow: MlflowConfig = MlflowConfig()
     trackers: tuple[PartConfig, ...] = ()
-    """Custom trackers: `package.module:Class`, or `name` and `args`. See docs/tracking.md."""
+    """`wandb`, `mlflow`, or your own as `package.module:Class`: names, or `{name: wandb, args: {project: lakes}}`. See
+    docs/tracking.md."""

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from arborl.config.config_base import to_plain
+from arborl.config.engine_config import EngineArgs
 from arborl.config.load_config import load_with_variables
 from arborl.config.run_config import RunConfig
 from arborl.config.secrets import mask_secrets
@@ -32,16 +33,13 @@ from arborl.registry import parse_part_name
 log = logging.getLogger(__name__)
 
 TEXTS = (
-    "name", "output_dir", "model.chat_template", "sampling", "engine.replies", "data.path", "data.question",
+    "name", "output_dir", "model.chat_template", "sampling", "engine.args.replies", "data.path", "data.question",
     "data.fields",
 )  # fmt: skip
 """Sections whose texts are only displayed or read."""
-NOT_PARTS = ("model", "track.wandb", "track.mlflow", "data.hub")
+NOT_PARTS = ("model", "data.hub")
 """Sections whose texts are not names of parts."""
-PROMPTS = re.compile(
-    r"(data\.sources\.[^.]+\.)?(agent\.system|env\.prompt)|data\.agents\.[^.]+\.system"
-    r"|rollout\.envs\.custom_envs\.[^.]+\.(agent_system_template|agent_template|action_pattern)"
-)
+PROMPTS = re.compile(r"(data\.sources\.[^.]+\.)?(agent\.system|env\.prompt)|data\.agents\.[^.]+\.system")
 """Keys of prompts."""
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://")
 ACTION_KEYS = {
@@ -49,11 +47,9 @@ ACTION_KEYS = {
     "connect to": ("url", "urls", "uri", "base_url", "server", "address", "host", "public", "allow"),
     "use the environment variable": ("key", "api_key_env", "pass_env"),
     "log to": ("project", "entity"),
-    "write to": ("record", "weights_dir", "render_save_dir", "dir", "index"),
+    "write to": ("record", "weights_dir", "dir", "index"),
 }
 """Action -> last words of the keys whose values cause it."""
-SECTION_ACTIONS = {"engine.args": "start vLLM with"}
-"""Sections in which every value is a capability: some arguments of vLLM name modules to import."""
 SWITCHES = {"sandbox.allow_unsafe": "run code of the model without a sandbox if this machine has none"}
 
 MAX_PRINTED = 300
@@ -94,13 +90,15 @@ def _walk(value: Any, key: str) -> Iterator[Capability]:
     place = re.sub(r"\.\d+(?=\.|$)", "", key)
     if PROMPTS.fullmatch(place) or _below(place, TEXTS):
         return
-    if place in SECTION_ACTIONS and isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield Capability(f"{key}.{name}", f"{SECTION_ACTIONS[place]} {name}", (str(inner),))
+    above, _, name = place.rpartition(".")
+    if above == "engine.args" and name not in EngineArgs.model_fields:
+        yield Capability(key, f"start vLLM with {name}", (str(value),))
         return
+    if place == "track.trackers.name" and value in ("wandb", "mlflow"):
+        yield Capability(key, "log to", (value,))
     if place in SWITCHES and value:
         yield Capability(key, SWITCHES[place], ())
-    does = next((does for does, names in ACTION_KEYS.items() if place.rpartition(".")[2] in names), None)
+    does = next((does for does, names in ACTION_KEYS.items() if name in names), None)
     if does is not None and (texts := _strings(value)):
         yield Capability(key, does, texts)
     elif isinstance(value, Mapping):

@@ -31,15 +31,17 @@ from arborl.conversational.reward_training import NeuralRewardTrainer
 from arborl.conversational.trl_trainer import TRLGRPOTrainerWrapper
 from arborl.rewards.reward_model import NeuralReward
 from arborl.rewards.text.composite import CompositeReward, MultiObjectiveReward
-from arborl.rewards.text.domain_rewards import CustomerServiceReward, SalesAssistantReward, TechnicalSupportReward
 from arborl.rewards.text.library_rewards import (
     ConcisenessReward,
     CorrectnessReward,
+    CustomerServiceReward,
     EngagementReward,
     HelpfulnessReward,
     SafetyReward,
+    SalesAssistantReward,
     SimilarityAwareReward,
     TaskCompletionReward,
+    TechnicalSupportReward,
 )
 from arborl.rewards.text.text_reward import RewardFunction, RewardResult, reward_function
 

@@ -137,7 +137,7 @@ class AgentConfig(MutableConfig):
         if not self.enable_context_compression:
             return None
         fields = stateset_context(True, self.compression_ratio, self.compression_strategy)
-        return ContextPolicy(kind=fields.pop("policy"), **fields)
+        return ContextPolicy(kind=fields["policy"], **fields["args"])
 
     @property
     def context_length(self) -> int:
@@ -304,22 +304,22 @@ class TrainingConfig(MutableConfig):
         if temperature <= 0:
             raise ConfigError("AgentConfig, temperature: training needs a value above 0. Write temperature=1.0.")
         demonstrations = {"path": str(self.demonstrations), "steps": self.demonstration_steps}
+        stub = {"name": "scripted", "args": {"replies": list(agent.stub_responses)}}
         settings: dict[str, Any] = {
             "model": self._model(agent),
-            "engine": {"name": "scripted", "replies": list(agent.stub_responses)} if agent.use_stub_model else {},
+            "engine": stub if agent.use_stub_model else {},
             "sampling": {
                 "temperature": temperature, "top_p": agent.top_p, "top_k": agent.top_k, "stop": list(agent.stop),
                 "max_tokens": max_tokens, "max_context": context,
             },
-            "rollout": {
-                "tasks_per_step": self.groups_per_step,
-                "group_size": self.num_generations,
-                "val_envs": {"group_size": self.eval_num_generations},
-            },
+            "rollout": {"tasks_per_step": self.groups_per_step, "group_size": self.num_generations},
             "algorithm": self._algorithm(),
             "learner": self._learner(agent, context),
             "trainer": {"steps": self.steps, "save_every": self.save_steps, "keep": self.save_total_limit},
-            "evaluation": {"every": self.eval_steps, "temperature": temperature, "greedy": False},
+            "evaluation": {
+                "every": self.eval_steps, "group_size": self.eval_num_generations, "greedy": False,
+                "sampling": {"temperature": temperature},
+            },
             "track": self._track(),
             "demonstrations": {} if self.demonstrations is None else demonstrations,
             "seed": self.seed,
@@ -350,7 +350,7 @@ class TrainingConfig(MutableConfig):
             "clip_high": self.clip_range if self.clip_range_right is None else self.clip_range_right,
             "entropy_coef": self.entropy_coef,
             "gamma": self.gamma,
-            "gae_lambda": self.gae_lambda,
+            "args": {"gae_lambda": self.gae_lambda} if self.gae_lambda is not None else None,
             "kl": {"coef": self.kl_penalty} if self.kl_penalty else None,
         }
         return {"name": self.algorithm} | {name: value for name, value in keys.items() if value is not None}
@@ -362,7 +362,7 @@ class TrainingConfig(MutableConfig):
             "betas": [self.adam_beta1, self.adam_beta2],
             "weight_decay": self.weight_decay,
             "max_grad_norm": self.max_grad_norm,
-            "warmup_ratio": self.warmup_ratio,
+            "warmup": self.warmup_ratio,
             "decay": self.lr_scheduler,
             "micro_batch_tokens": self.per_device_train_batch_size * self.num_generations * context,
             "attention": ATTENTION.get(agent.attn_implementation, "auto"),
@@ -370,10 +370,8 @@ class TrainingConfig(MutableConfig):
 
     def _track(self) -> dict[str, Any]:
         track: dict[str, Any] = {"tensorboard": "tensorboard" in self.trackers}
-        if "wandb" in self.trackers:
-            track["wandb"] = {"project": self.wandb_project or "arborl"}
-        if "mlflow" in self.trackers:
-            track["mlflow"] = {"uri": "mlruns"}
+        args = {"wandb": {"project": self.wandb_project} if self.wandb_project else {}, "mlflow": {}}
+        track["trackers"] = [{"name": name, "args": args[name]} for name in args if name in self.trackers]
         return track
 
 
@@ -443,13 +441,14 @@ class ValueFunction(MutableConfig):
                 "it out."
             )
         algorithm = settings["algorithm"]
+        written = algorithm | algorithm.get("args", {})
         for key in ("gamma", "gae_lambda"):
-            if algorithm.get(key, getattr(self, key)) != getattr(self, key):
+            if written.get(key, getattr(self, key)) != getattr(self, key):
                 raise ConfigError(
-                    f"TrainingConfig, {key}={algorithm[key]} and ValueFunction, {key}={getattr(self, key)} contradict "
+                    f"TrainingConfig, {key}={written[key]} and ValueFunction, {key}={getattr(self, key)} contradict "
                     "each other. Leave one out."
                 )
-        algorithm |= {"advantage": "gae", "gamma": self.gamma, "gae_lambda": self.gae_lambda}
+        algorithm |= {"advantage": "gae", "gamma": self.gamma, "args": {"gae_lambda": self.gae_lambda}}
         settings["learner"] |= {"critic": "shared" if self.shared else "separate", "critic_lr": self.learning_rate}
 
 

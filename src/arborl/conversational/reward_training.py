@@ -105,7 +105,7 @@ class NeuralRewardTrainer:
         self.normalize, self.max_tokens, self.seed, self.progress = normalize, max_tokens, seed, progress
         self.device, self.dtype = device, dtype
         self.output_dir = None if output_dir is None else Path(output_dir).expanduser()
-        self.config = LearnerConfig(lr=learning_rate, warmup_ratio=0.1)
+        self.config = LearnerConfig(lr=learning_rate, warmup=0.1)
         self.preferences = read_preferences(preference_data, fields or {})
         minimum = 2 if validation else 1
         if len(self.preferences) < minimum:

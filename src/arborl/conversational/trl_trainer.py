@@ -148,7 +148,7 @@ class TRLRun:
             after = runner.run(self.evaluate(last))
             summary = {"before": before, "after": after, "train_seconds": round(seconds, 3), "steps": last}
             summary |= {"seed": self.run_config.seed, "failures": self.watch.failures.state()}
-            folders.write_summary(self.folder, summary)
+            folders.write_json(self.folder / "summary.json", summary)
             runner.run(write_artifacts(self.parts, self.folder, []))
             return summary
         finally:
@@ -294,7 +294,7 @@ def trl_arguments(run: RunConfig, config: TrainingConfig, parts: RunParts, folde
         "beta": algorithm.kl.coef, "entropy_coef": algorithm.entropy_coef,
         "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
         "min_p": sampling.min_p or None,
-        "max_completion_length": algorithm.fixed_length if is_fixed else sampling.max_context,
+        "max_completion_length": algorithm.options.fixed_length if is_fixed else sampling.max_context,
         "bf16": run.model.dtype == "bfloat16", "fp16": run.model.dtype == "float16", "use_cpu": device.type == "cpu",
         "gradient_checkpointing": learner.recompute,
         "save_strategy": "steps", "save_steps": config.save_steps, "save_total_limit": config.save_total_limit,

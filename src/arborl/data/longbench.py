@@ -22,11 +22,6 @@ ABOUT = ("domain", "sub_domain", "difficulty", "length")
 
 
 def with_choices(question: str, choices: Sequence[str]) -> str:
-    """A multiple-choice question as prompt.
-
-    Example:
-        with_choices("Who?", ["Mira", "Otto"])      # 'Who?\\nA. Mira\\nB. Otto\\nSelect the best option …'
-    """
     lines = "\n".join(f"{letter}. {text}" for letter, text in zip(LETTERS, choices, strict=False))
     return f"{question}\n{lines}\n{SELECT}"
 
@@ -54,9 +49,19 @@ def prepare_longbench(
     """
 
     def convert(row: Row, where: str) -> Row:
-        return longbench_row(row, where, mc_to_sa, data_source, agent_name, system)
+        choices = [_text(row, f"choice_{letter}", where) for letter in LETTERS]
+        letter = _text(row, "answer", where).strip().upper()
+        if letter not in LETTERS or len(letter) != 1:
+            raise ConfigError(f"{where}, answer: {letter!r} is no choice. Write one of {', '.join(LETTERS)}.")
+        short = mc_to_sa or str(row.get("mc_to_sa", "")).lower() == "true"
+        right = choices[LETTERS.index(letter)]
+        question, context = _text(row, "question", where), _text(row, "context", where)
+        name = str(row.get("_id") or hashlib.blake2b(repr(row).encode(), digest_size=8).hexdigest())
+        converted = _row(name, question, [] if short else choices, right if short else letter, context, system)
+        converted |= {"data_source": data_source, "agent_name": agent_name, "answer_text": right}
+        return converted | {key: str(row.get(key, "")) for key in ABOUT}
 
-    return _prepare(Path(input), Path(out), convert, val_share)
+    return _prepare(Path(input), Path(out), convert, val_share, group="id")
 
 
 def prepare_novelqa(
@@ -73,80 +78,35 @@ def prepare_novelqa(
     `options` (an object of letters, or a list) and `answer` (a letter, or text where there are no options).
 
     Args:
-        input: the questions.
-        out: folder for both files.
         books: folder with `<book_id>.txt`.
         val_share: share of the books for validation: no book is in both.
-        data_source, agent_name, system: as there.
     """
     texts: dict[str, str] = {}
 
     def convert(row: Row, where: str) -> Row:
-        return novelqa_row(row, where, Path(books), texts, data_source, agent_name, system)
+        book = _text(row, "book_id", where)
+        if book not in texts:
+            file = Path(books) / f"{book}.txt"
+            if not file.is_file():
+                raise ConfigError(f"{where}, book_id: there is no {file}. Put the book's text there.")
+            texts[book] = file.read_text(encoding="utf-8", errors="replace")
+        options = row.get("options") or []
+        choices = [
+            str(options[key]) for key in (sorted(options) if isinstance(options, Mapping) else range(len(options)))
+        ]
+        answer = _text(row, "answer", where).strip()
+        if choices and answer.upper() not in LETTERS[: len(choices)]:
+            raise ConfigError(f"{where}, answer: {answer!r} is none of {', '.join(LETTERS[: len(choices)])}.")
+        about = {key: str(row.get(key, "")) for key in ("question_id", "question_type")} | {"book_id": book}
+        name, gold = f"{book}/{about['question_id']}", answer.upper() if choices else answer
+        right = choices[LETTERS.index(gold)] if choices else answer
+        converted = _row(name, _text(row, "question", where), choices, gold, texts[book], system)
+        return converted | about | {"data_source": data_source, "agent_name": agent_name, "answer_text": right}
 
-    return _prepare(Path(input), Path(out), convert, val_share, group=lambda row: str(row["book_id"]))
-
-
-def longbench_row(
-    row: Mapping[str, Any], where: str, mc_to_sa: bool, data_source: str, agent_name: str, system: str = SYSTEM
-) -> Row:
-    """One row of LongBench-v2 as one of ours."""
-    choices = [_text(row, f"choice_{letter}", where) for letter in LETTERS]
-    letter = _text(row, "answer", where).strip().upper()
-    if letter not in LETTERS or len(letter) != 1:
-        raise ConfigError(f"{where}, answer: {letter!r} is no choice. Write one of {', '.join(LETTERS)}.")
-    short = mc_to_sa or str(row.get("mc_to_sa", "")).lower() == "true"
-    name = str(row.get("_id") or hashlib.blake2b(repr(row).encode(), digest_size=8).hexdigest())
-    question = _text(row, "question", where)
-    right = choices[LETTERS.index(letter)]
-    return _row(
-        name, question, [] if short else choices, right if short else letter, _text(row, "context", where),
-        data_source, agent_name, system,
-    ) | {key: str(row.get(key, "")) for key in ABOUT} | {"answer_text": right}  # fmt: skip
-
-
-def novelqa_row(
-    row: Mapping[str, Any],
-    where: str,
-    books: Path,
-    texts: dict[str, str],
-    data_source: str,
-    agent_name: str,
-    system: str = SYSTEM,
-) -> Row:
-    """One question about a book; `texts` keeps the books that were read."""
-    book = _text(row, "book_id", where)
-    if book not in texts:
-        file = books / f"{book}.txt"
-        if not file.is_file():
-            raise ConfigError(f"{where}, book_id: there is no {file}. Put the book's text there.")
-        texts[book] = file.read_text(encoding="utf-8", errors="replace")
-    options = row.get("options") or []
-    choices = (
-        [str(options[key]) for key in sorted(options)] if isinstance(options, Mapping) else list(map(str, options))
-    )
-    answer = _text(row, "answer", where).strip()
-    if choices and answer.upper() not in LETTERS[: len(choices)]:
-        raise ConfigError(f"{where}, answer: {answer!r} is none of {', '.join(LETTERS[: len(choices)])}.")
-    right = choices[LETTERS.index(answer.upper())] if choices else answer
-    about = {
-        "book_id": book,
-        "question_id": str(row.get("question_id", "")),
-        "question_type": str(row.get("question_type", "")),
-    }
-    gold = answer.upper() if choices else answer
-    name = f"{book}/{about['question_id']}"
-    question = _text(row, "question", where)
-    return (
-        _row(name, question, choices, gold, texts[book], data_source, agent_name, system)
-        | about
-        | {"answer_text": right}
-    )
+    return _prepare(Path(input), Path(out), convert, val_share, group="book_id")
 
 
-def _row(
-    name: str, question: str, choices: list[str], gold: str, document: str, source: str, agent: str, system: str
-) -> Row:
+def _row(name: str, question: str, choices: list[str], gold: str, document: str, system: str) -> Row:
     """A row as the trainer reads it. The document is a column of its own: it never enters the prompt."""
     user = with_choices(question, choices) if choices else f"{question}\n{SHORT}"
     return {
@@ -154,8 +114,6 @@ def _row(
         "messages": [{"role": "system", "content": system}, {"role": "user", "content": user}],
         "answer": gold,
         "choices": choices,
-        "data_source": source,
-        "agent_name": agent,
         "ability": "long_context_reasoning",
         "reward_model": {"style": "rule", "ground_truth": gold},
         "document_content": document,
@@ -163,11 +121,7 @@ def _row(
 
 
 def _prepare(
-    input: Path,
-    out: Path,
-    convert: Callable[[Row, str], Row],
-    val_share: float,
-    group: Callable[[Row], str] = lambda row: str(row["id"]),
+    input: Path, out: Path, convert: Callable[[Row, str], Row], val_share: float, group: str
 ) -> dict[str, int]:
     import pyarrow  # type: ignore[import-untyped]
     import pyarrow.parquet  # type: ignore[import-untyped]
@@ -179,7 +133,8 @@ def _prepare(
     splits: dict[str, list[Row]] = {"train": [], "val": []}
     for place, row in read_rows(input):
         converted = convert(row, f"{input}, {place}")
-        splits["val" if _is_validation(group(converted), val_share) else "train"].append(converted)
+        digest = hashlib.blake2b(str(converted[group]).encode(), digest_size=8).digest()
+        splits["val" if int.from_bytes(digest, "big") < val_share * 2**64 else "train"].append(converted)
     if not splits["train"]:
         raise ConfigError(f"{input}: all {len(splits['val'])} rows fell to validation. Write a smaller val_share.")
     if not splits["val"] and val_share > 0 and len(splits["train"]) > 1:
@@ -189,11 +144,6 @@ def _prepare(
         if rows:
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), out / f"{split}.parquet")
     return {split: len(rows) for split, rows in splits.items()}
-
-
-def _is_validation(name: str, share: float) -> bool:
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < share * 2**64
 
 
 def _text(row: Mapping[str, Any], column: str, where: str) -> str:

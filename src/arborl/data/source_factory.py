@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from arborl.config.data_config import DataConfig, DemonstrationsConfig, RowsConfig, SourceConfig
+from arborl.config.data_config import DataConfig, DemonstrationsConfig, RowsConfig
 from arborl.config.part_config import PartConfig as RowsPart
 from arborl.config.run_config import RunConfig
 from arborl.data.mixing.mixture import Mixture, SuccessBand
@@ -52,27 +52,25 @@ def open_source(
         objects: functions from Python code, by name.
         offline: how offline rows are read.
     """
+    opener = _Opener(seed, length, objects or {}, offline)
     if not config.sources:
         if not config.has_rows:
             return EnvTasks(env, seed)
-        pool = _open(_name(config), config, seed, length, objects or {}, offline)
+        pool = opener.open(_name(config), config)
         return Mixture([pool], {pool.name: 1}, seed)
-    pools = (
-        _split_by(config, seed, length, offline) if config.by else _each(config, seed, length, objects or {}, offline)
-    )
-    ratios = {pool.name: config.sources[pool.name].ratio for pool in pools}
-    return Mixture(
-        pools,
-        _ratios(ratios),
-        seed,
-        {name: source.passes for name, source in config.sources.items()},
-        [
-            (stage.step, {name: ratio for name, ratio in stage.ratios.items() if name in ratios})
-            for stage in config.schedule
-        ],
-        SuccessBand(**config.band.model_dump()),
-        refuse=config.missing == "refuse",
-    )
+    pools = opener.split_by(config) if config.by else opener.each(config)
+    given = {pool.name: config.sources[pool.name].ratio for pool in pools}
+    ratios: dict[str, float | Fraction] = {name: 1.0 if ratio is None else ratio for name, ratio in given.items()}
+    total = sum(map(float, ratios.values()))
+    if None not in given.values() and abs(total - 1) > 1e-9:
+        log.warning("data.sources: the ratios sum to %g, not 1; they are normalized.", total)
+    passes = {name: source.passes for name, source in config.sources.items()}
+    schedule = [
+        (stage.step, {name: ratio for name, ratio in stage.ratios.items() if name in ratios})
+        for stage in config.schedule
+    ]
+    band = SuccessBand(**config.band.model_dump())
+    return Mixture(pools, ratios, seed, passes, schedule, band, refuse=config.missing == "refuse")
 
 
 def _name(config: RowsConfig) -> str:
@@ -85,78 +83,7 @@ def _name(config: RowsConfig) -> str:
     return config.rows.name.rpartition(":")[2]
 
 
-def _ratios(ratios_or_none: Mapping[str, float | None]) -> dict[str, float | Fraction]:
-    ratios: dict[str, float | Fraction] = {
-        name: 1.0 if ratio is None else ratio for name, ratio in ratios_or_none.items()
-    }
-    total = sum(map(float, ratios.values()))
-    if all(ratio is not None for ratio in ratios_or_none.values()) and abs(total - 1) > 1e-9:
-        log.warning("data.sources: the ratios sum to %g, not 1; they are normalized.", total)
-    return ratios
-
-
 # ------------------------------------------------------------------------------------------------ sources
-
-
-def _each(
-    config: DataConfig, seed: int, length: CountTokens | None, objects: Mapping[str, Any], offline: OfflineRows | None
-) -> list[TaskPool]:
-    """One pool per source. A missing source is left out if `data.missing=renormalise`."""
-    pools = []
-    for name, source in config.sources.items():
-        try:
-            pools.append(_open(name, source, seed, length, objects, offline))
-        except ConfigError as error:
-            if config.missing == "refuse" or not _absent(source):
-                raise ConfigError(f"data.sources.{name}: {error}") from error
-            log.warning("data.sources.%s is left out; the other sources replace it: %s", name, error)
-    if not pools:
-        raise ConfigError(f"data.sources: none of {', '.join(config.sources)} has any rows.")
-    return pools
-
-
-def _absent(source: SourceConfig) -> bool:
-    """Whether a file is missing or empty, rather than invalid."""
-    return bool(source.files) and any(not file.exists() or file.stat().st_size < 16 for file in source.files)
-
-
-def _open(
-    name: str,
-    config: RowsConfig,
-    seed: int,
-    length: CountTokens | None,
-    objects: Mapping[str, Any],
-    offline: OfflineRows | None = None,
-) -> TaskPool:
-    reader, filters = _reading(name, config, length, offline)
-    if isinstance(config, SourceConfig) and not config.has_rows:
-        assert config.env is not None
-        return EnvPool(name, config.env.name, seed)
-    if config.rows is not None and config.endless:
-        return StreamPool(_row_function(config.rows, objects), reader, seed, config.evaluation_share, filters)
-    table = _table(config) if config.rows is None else _function_table(config.rows, objects, seed)
-    apart = None
-    if (held_out := _held_out(config, objects)) is not None:
-        apart = held_out, split_table(held_out, reader, 0.0, config.split, filters)
-    share = 0.0 if apart else config.evaluation_share
-    split = split_table(table, reader, share, config.split, filters)
-    return RowPool(table, reader, split, seed, filters, apart, config.shuffle)
-
-
-def _held_out(config: RowsConfig, objects: Mapping[str, Any]) -> Table | None:
-    """The table of separate held-out rows, or None."""
-    if config.evaluation_rows is not None:
-        return _function_table(config.evaluation_rows, objects, EVALUATION_SEED)
-    files = config.evaluation_path
-    return None if files is None else open_tables(files if isinstance(files, tuple) else (files,))
-
-
-def _row_function(rows: RowsPart, objects: Mapping[str, Any]) -> Callable[..., Iterable[Row]]:
-    return partial(objects.get(rows.name) or load(rows.name, "function"), **rows.args)
-
-
-def _function_table(rows: RowsPart, objects: Mapping[str, Any], seed: int) -> Table:
-    return ListTable(_all_rows(_row_function(rows, objects), rows.name, seed), rows.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,47 +97,99 @@ class OfflineRows:
     """Longest task that is used."""
 
 
-def open_offline(
-    config: RowsConfig, name: str, seed: int, rows: OfflineRows, objects: Mapping[str, Any] | None = None
-) -> Mixture:
-    """The offline rows of one file or function; none is held out."""
-    table = _table(config) if config.rows is None else _function_table(config.rows, objects or {}, seed)
-    reader, filters = _reading(name, config, None, rows)
-    pool = RowPool(table, reader, split_table(table, reader, 0.0, "auto", filters), seed, filters)
-    return Mixture([pool], {name: 1}, seed)
+@dataclass(frozen=True, slots=True)
+class _Opener:
+    """Opens the sources of a run; the fields are the arguments of `open_source`."""
 
+    seed: int
+    length: CountTokens | None
+    objects: Mapping[str, Any]
+    offline: OfflineRows | None
 
-def _reading(
-    name: str, config: RowsConfig, length: CountTokens | None, offline: OfflineRows | None
-) -> tuple[RowReader, PromptFilters]:
-    """The row reader and the filters of a source."""
-    if offline is None:
-        return RowReader(name, config.question, config.fields), _filters(config, length)
-    if config.max_prompt_tokens:
-        raise ConfigError("data.max_prompt_tokens: offline rows are limited by sampling.max_context. Remove it.")
-    filters = PromptFilters(offline.max_context, config.overlong, config.deduplicate, whole=offline.length)
-    return OfflineRowReader(name, config.question, config.fields, offline.kind), filters
+    def each(self, config: DataConfig) -> list[TaskPool]:
+        """One pool per source. A missing source is left out if `data.missing=renormalise`."""
+        pools = []
+        for name, source in config.sources.items():
+            try:
+                pools.append(self.open(name, source))
+            except ConfigError as error:
+                # a file is missing or empty, rather than invalid
+                absent = any(not file.exists() or file.stat().st_size < 16 for file in source.files)
+                if config.missing == "refuse" or not absent:
+                    raise ConfigError(f"data.sources.{name}: {error}") from error
+                log.warning("data.sources.%s is left out; the other sources replace it: %s", name, error)
+        if not pools:
+            raise ConfigError(f"data.sources: none of {', '.join(config.sources)} has any rows.")
+        return pools
 
+    def open(self, name: str, config: RowsConfig, has_held_out: bool = True) -> TaskPool:
+        if isinstance(config, DataConfig) and not config.has_rows:
+            assert config.env is not None
+            return EnvPool(name, config.env.name, self.seed)
+        reader, filters = self._reading(name, config)
+        if config.rows is not None and config.endless:
+            return StreamPool(self._function(config.rows), reader, self.seed, config.evaluation_share, filters)
+        table, apart = self.table(config), None
+        if config.evaluation_rows is not None:
+            apart = self._function_table(config.evaluation_rows, EVALUATION_SEED)
+        elif (files := config.evaluation_path) is not None:
+            apart = open_tables(files if isinstance(files, tuple) else (files,))
+        share = config.evaluation_share if has_held_out and apart is None else 0.0
+        split = split_table(table, reader, share, config.split, filters)
+        held_out = None if apart is None else (apart, split_table(apart, reader, 0.0, config.split, filters))
+        return RowPool(table, reader, split, self.seed, filters, held_out, config.shuffle)
 
-def _filters(config: RowsConfig, length: CountTokens | None) -> PromptFilters:
-    if config.max_prompt_tokens and length is None:
-        raise ConfigError("data.max_prompt_tokens: there is no tokenizer to count with. Remove it.")
-    return PromptFilters(config.max_prompt_tokens, config.overlong, config.deduplicate, length)
+    def _reading(self, name: str, config: RowsConfig) -> tuple[RowReader, PromptFilters]:
+        offline = self.offline
+        if offline is None:
+            if config.max_prompt_tokens and self.length is None:
+                raise ConfigError("data.max_prompt_tokens: there is no tokenizer to count with. Remove it.")
+            filters = PromptFilters(config.max_prompt_tokens, config.overlong, config.deduplicate, self.length)
+            return RowReader(name, config.question, config.fields), filters
+        if config.max_prompt_tokens:
+            raise ConfigError("data.max_prompt_tokens: offline rows are limited by sampling.max_context. Remove it.")
+        filters = PromptFilters(offline.max_context, config.overlong, config.deduplicate, whole=offline.length)
+        return OfflineRowReader(name, config.question, config.fields, offline.kind), filters
 
+    def table(self, config: RowsConfig) -> Table:
+        if config.rows is not None:
+            return self._function_table(config.rows, self.seed)
+        if config.files:
+            return open_tables(config.files)
+        assert config.hub is not None
+        return open_hub(config.hub)
 
-def _table(config: RowsConfig) -> Table:
-    if config.files:
-        return open_tables(config.files)
-    assert config.hub is not None
-    return open_hub(config.hub)
+    def _function(self, rows: RowsPart) -> Callable[..., Iterable[Row]]:
+        return partial(self.objects.get(rows.name) or load(rows.name, "function"), **rows.args)
 
+    def _function_table(self, rows: RowsPart, seed: int) -> Table:
+        values: Iterable[Any] = islice(call_rows(self._function(rows), seed), MOST_ROWS + 1)
+        listed = [(f"row {number}", row) for number, row in enumerate(values, 1)]
+        if len(listed) > MOST_ROWS:
+            advice = "Write endless=true if it never ends."
+            raise ConfigError(f"{rows.name}: returns more than {MOST_ROWS:,} rows. {advice}")
+        return ListTable(objects_only(listed, rows.name), rows.name)
 
-def _all_rows(make: Any, where: str, seed: int) -> list[tuple[str, Row]]:
-    values: Iterable[Any] = islice(call_rows(make, seed), MOST_ROWS + 1)
-    rows = [(f"row {number}", row) for number, row in enumerate(values, 1)]
-    if len(rows) > MOST_ROWS:
-        raise ConfigError(f"{where}: returns more than {MOST_ROWS:,} rows. Write endless=true if it never ends.")
-    return objects_only(rows, where)
+    def split_by(self, config: DataConfig) -> list[TaskPool]:
+        """Sources that are rows of one table, separated by a column."""
+        table, by = self.table(config), str(config.by)
+        labels = table.labels(by)
+        there = labels.count()
+        if not any(name is not None for name in there):
+            columns = ", ".join(map(str, table.rows([0])[0]))
+            raise ConfigError(f"{table.where}: no column {by!r}, which data.by names. It has: {columns}.")
+        _check_names(config, table, there)
+        pools: list[TaskPool] = []
+        for name, source in config.sources.items():
+            if not there[name]:
+                missing = "data.sources.%s is left out; the other sources replace it: no row of %s"
+                log.warning(missing, name, table.where)
+                continue
+            reader, filters = self._reading(name, source)
+            part = TableSubset(table, labels.rows_of(name))
+            split = split_table(part, reader, source.evaluation_share, source.split, filters)
+            pools.append(RowPool(part, reader, split, self.seed, filters, shuffle=source.shuffle))
+        return pools
 
 
 def open_hub(name: str) -> Table:
@@ -241,30 +220,6 @@ def open_hub(name: str) -> Table:
     if len(loaded) <= MEMORY_ROWS and loaded.data.nbytes <= MEMORY_BYTES:
         return ListTable([(f"row {number}", dict(row)) for number, row in enumerate(loaded, 1)], name)
     return HubTable(loaded, name)
-
-
-# ------------------------------------------------------------------------------------------------ one file, by a column
-
-
-def _split_by(config: DataConfig, seed: int, length: CountTokens | None, offline: OfflineRows | None) -> list[TaskPool]:
-    """Sources that are rows of one table, separated by a column."""
-    table, by = _table(config), str(config.by)
-    labels = table.labels(by)
-    there = labels.count()
-    if not any(name is not None for name in there):
-        columns = ", ".join(map(str, table.rows([0])[0]))
-        raise ConfigError(f"{table.where}: no column {by!r}, which data.by names. It has: {columns}.")
-    _check_names(config, table, there)
-    pools: list[TaskPool] = []
-    for name, source in config.sources.items():
-        if not there[name]:
-            log.warning("data.sources.%s is left out; the other sources replace it: no row of %s", name, table.where)
-            continue
-        reader, filters = _reading(name, source, length, offline)
-        part = TableSubset(table, labels.rows_of(name))
-        split = split_table(part, reader, source.evaluation_share, source.split, filters)
-        pools.append(RowPool(part, reader, split, seed, filters, shuffle=source.shuffle))
-    return pools
 
 
 def _check_names(config: DataConfig, table: Table, there: Counter[str | None]) -> None:
@@ -313,7 +268,7 @@ class FileTasks(Mixture):
 
     def __init__(self, path: str | Path, question: str = "question", seed: int = 0, evaluation_share: float = 0.1):
         config = RowsConfig(path=Path(path), question=question, evaluation_share=evaluation_share)
-        pool = _open(Path(path).stem, config, seed, None, {})
+        pool = _Opener(seed, None, {}, None).open(Path(path).stem, config)
         super().__init__([pool], {pool.name: 1}, seed)
 
 
@@ -326,29 +281,17 @@ DEMONSTRATIONS = "demonstrations"
 def with_demonstrations(
     source: TaskSource, config: RunConfig, rows: OfflineRows, objects: Mapping[str, Any] | None = None
 ) -> TaskSource:
-    """A run's source with demonstrations before its tasks, and optionally besides them.
-
-    Args:
-        source: of the sampled tasks.
-        config: of the run.
-        rows: how transcripts are read.
-        objects: parts from Python code, by their name in the configuration.
-    """
+    """A run's source with demonstrations before its tasks, and optionally besides them."""
     settings = config.demonstrations
     if not settings.enabled:
         return source
-    read = RowsConfig(path=settings.path, rows=settings.rows, overlong=settings.overlong)
-    return WithDemonstrations(source, open_offline(read, DEMONSTRATIONS, config.seed, rows, objects), settings)
+    read = RowsConfig(path=settings.path, rows=settings.rows, overlong=config.data.overlong)
+    pool = _Opener(config.seed, None, objects or {}, rows).open(DEMONSTRATIONS, read, has_held_out=False)
+    return WithDemonstrations(source, Mixture([pool], {DEMONSTRATIONS: 1}, config.seed), settings)
 
 
 class WithDemonstrations(TaskSource):
-    """A source whose first steps are demonstrations.
-
-    Args:
-        inner: of the sampled tasks; it starts at the step after.
-        demonstrations: offline tasks.
-        config: number of demonstrations and steps.
-    """
+    """A source whose first steps are demonstrations."""
 
     def __init__(self, inner: TaskSource, demonstrations: Mixture, config: DemonstrationsConfig):
         self.inner, self.demonstrations, self.config = inner, demonstrations, config

@@ -48,7 +48,6 @@ class TaskSource(Protocol):
 
 
 def env_task(env: str, source: str, split: str, name: str, seed: int) -> Task:
-    """A task that an environment makes from a seed."""
     return Task(f"{short_name(source)}/{split}/{name}", source=source, env=env, fields={"split": split}, seed=seed)
 
 
@@ -58,12 +57,7 @@ def held_out_seed(number: int) -> int:
 
 
 class EnvTasks(TaskSource):
-    """Tasks that the environment makes, step by step. `EnvPool` is the same for one of several sources.
-
-    Args:
-        env: name of the environment.
-        seed: of the run.
-    """
+    """Tasks that the environment makes, step by step. `EnvPool` is the same for one of several sources."""
 
     def __init__(self, env: str, seed: int):
         self.env, self.seed = env, seed

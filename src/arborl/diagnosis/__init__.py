@@ -8,8 +8,10 @@ Works without torch.
     trend_rules.py     Rules about the metrics of several steps
     run_monitor.py     Warnings during a run; stops a run in which nearly every episode fails
     run_files.py       RunFiles: reads the files of a run folder
-    folder_diagnosis.py      examine_run: the findings of a run folder
+    folder_diagnosis.py  examine_run: the findings of a run folder
     episode_rules.py   Rules about the stored episodes of a run folder
+
+The summary and advice of every rule are in `rules.toml`.
 """
 
 from arborl.diagnosis.finding import Evidence, Finding

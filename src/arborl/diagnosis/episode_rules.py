@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import fmean, pstdev
 
 from arborl.chat.formats import PARSERS
-from arborl.diagnosis.finding import Evidence, State
+from arborl.diagnosis.finding import RULE_TEXTS, Evidence, State
 from arborl.diagnosis.run_files import RunFiles, StepEpisode, without_failures
 from arborl.tokens import Tokens
 from arborl.types import Call, Episode
@@ -145,48 +145,11 @@ def held_out_leaked(files: RunFiles) -> EpisodeMatch | None:
     return EpisodeMatch(detail, _evidence(leaked))
 
 
-EPISODE_RULES = (
-    EpisodeRule(
-        "replies_loop", replies_loop,
-        "The policy has degenerated: resume from an earlier checkpoint with algorithm.kl.coef=0.01 or a smaller "
-        "learner.lr_scale.", "fail",
-    ),
-    EpisodeRule(
-        "identical_replies", identical_replies,
-        "The policy ignores the task. Resume from an earlier checkpoint with algorithm.entropy_coef=0.01 or a smaller "
-        "learner.lr_scale; check that the prompt contains the task.", "fail",
-    ),
-    EpisodeRule(
-        "empty_replies", empty_replies,
-        "An empty reply gets as much reward as an attempt: add a reward for an answer; check sampling.stop.", "fail",
-    ),
-    EpisodeRule(
-        "environment_unresponsive", environment_unresponsive,
-        "No message changes its state: `arborl env play NAME` plays it by hand, `arborl env check NAME` checks its "
-        "contract.", "fail",
-    ),
-    EpisodeRule(
-        "failures_rewarded", failures_rewarded,
-        "The reward pays for something else: test it on a right and on a wrong answer, and check the sign of its "
-        "weight.", "fail",
-    ),
-    EpisodeRule("wrong_tool_format", wrong_tool_format, "Write agent.tool_format as the detail names it.", "fail"),
-    EpisodeRule(
-        "double_bos", double_bos,
-        "The template and the tokenizer both write the begin token: edit chat_template.jinja, or write "
-        "model.chat_template.", "fail",
-    ),
-    EpisodeRule(
-        "history_rewritten", history_rewritten,
-        "Training is correct, but slower: the chat template rewrites earlier messages. "
-        "`arborl doctor --model MODEL` shows which; write model.chat_template=chatml.",
-    ),
-    EpisodeRule(
-        "held_out_leaked", held_out_leaked,
-        "Held-out metrics are then too good: write data.deduplicate=true and data.split=content, or other tasks as "
-        "data.evaluation_path.", "fail",
-    ),
+EPISODE_CHECKS = (
+    replies_loop, identical_replies, empty_replies, environment_unresponsive, failures_rewarded, wrong_tool_format,
+    double_bos, history_rewritten, held_out_leaked,
 )  # fmt: skip
+EPISODE_RULES = tuple(EpisodeRule(check.__name__, check, **RULE_TEXTS[check.__name__]) for check in EPISODE_CHECKS)
 
 
 def evidence(one: StepEpisode, why: str = "") -> Evidence:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.resources import files
 from typing import Any, Literal
 
 State = Literal["ok", "warn", "fail"]
 """`fail`: something does not work or computes wrong numbers. `warn`: worth a look."""
 SEVERITY = ("fail", "warn", "ok")
+RULE_TEXTS: dict[str, Any] = tomllib.loads(files("arborl.diagnosis").joinpath("rules.toml").read_text(encoding="utf-8"))
+"""Summary, advice and state of each rule."""
 
 
 @dataclass(frozen=True, slots=True)

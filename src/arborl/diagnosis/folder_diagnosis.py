@@ -29,11 +29,7 @@ class RuleMatch:
 
 
 def match_rules(rows: Iterable[Mapping[str, Any]]) -> list[RuleMatch]:
-    """The step rules that hold, most frequent first, then the trends.
-
-    Example:
-        match_rules(read_metrics(folder / "metrics.jsonl"))
-    """
+    """The step rules that hold, most frequent first, then the trends."""
     rows = list(rows)
     steps: dict[str, list[int]] = {}
     for row in rows:
@@ -47,12 +43,7 @@ def match_rules(rows: Iterable[Mapping[str, Any]]) -> list[RuleMatch]:
 
 
 def examine_run(folder: Path) -> list[Finding]:
-    """The state of a run, then its faults, worst first.
-
-    Example:
-        for finding in examine_run(Path("runs/frozen-lake-001")):
-            print(finding.state, finding.name, finding.detail, finding.advice, *finding.evidence)
-    """
+    """The state of a run, then its faults, worst first."""
     files = RunFiles(folder)
     faults = [_metric_finding(match, files) for match in match_rules(files.rows) if _is_fault(match, files)]
     for rule in EPISODE_RULES:
@@ -101,7 +92,6 @@ def _learning(files: RunFiles) -> list[Finding]:
 
 
 def _execution(files: RunFiles) -> list[Finding]:
-    """Device, precision and execution paths."""
     if not files.execution:
         return []
     detail = ", ".join(f"{name}: {value}" for name, value in files.execution.items())

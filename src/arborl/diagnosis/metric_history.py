@@ -64,10 +64,7 @@ class MetricSeries:
         return tuple(step for step, value in self if condition(value))
 
     def change(self, minimum: float = 0.0) -> float:
-        """`late - early`, or 0 where it may be chance or is below `minimum`.
-
-        The noise is estimated from differences between neighbouring steps, which a trend hardly changes.
-        """
+        """`late - early`, or 0 where it may be chance; the noise is estimated from neighbouring steps."""
         if not self.is_long:
             return 0.0
         variance = fmean((now - before) ** 2 for before, now in pairwise(self.values))
@@ -76,12 +73,7 @@ class MetricSeries:
 
 
 class MetricHistory:
-    """The metrics of a run by name.
-
-    Example:
-        history = MetricHistory(read_metrics(folder / "metrics.jsonl"))
-        history["policy/entropy"].late
-    """
+    """The metrics of a run by name."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = ()):
         self.series: dict[str, MetricSeries] = {}

@@ -33,12 +33,7 @@ class StepEpisode:
 
 @dataclass
 class RunFiles:
-    """Configuration, metrics, summary and episodes of a run folder.
-
-    Example:
-        files = RunFiles(Path("runs/frozen-lake-001"))
-        files.rows[-1]["reward/mean"], files.last_episodes[0].episode.reward
-    """
+    """Configuration, metrics, summary and episodes of a run folder."""
 
     folder: Path
     problems: list[str] = field(default_factory=list)
@@ -113,7 +108,6 @@ class RunFiles:
         return self._read(int(paths[-1].stem.removeprefix("step-")), paths[-1]) if paths else []
 
     def episodes(self, steps: Iterable[int]) -> list[StepEpisode]:
-        """The stored episodes of these steps."""
         paths = self.episode_paths
         return [episode for step in steps if step in paths for episode in self._read(step, paths[step])]
 

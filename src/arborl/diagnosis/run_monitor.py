@@ -58,11 +58,7 @@ def nearly_all_failed(num_episodes: int, num_failed: int) -> bool:
 
 
 class FailureMonitor:
-    """Counts a run's failures by cause; raises `RunStopped` where continuing is pointless.
-
-    Example:
-        monitor.check("step", 3, episodes, num_episodes=256)
-    """
+    """Counts a run's failures by cause; raises `RunStopped` if nearly every episode fails."""
 
     def __init__(self) -> None:
         self.failures = Failures()
@@ -70,14 +66,7 @@ class FailureMonitor:
         self.failed_in_a_row: Counter[str] = Counter()
 
     def check(self, kind: str, step: int, episodes: Iterable[Episode], num_episodes: int | None = None) -> None:
-        """Count one batch of episodes.
-
-        Args:
-            kind: `step` or `evaluation`; each is counted by itself.
-            step: step of the run.
-            episodes: the batch; at least its failed episodes.
-            num_episodes: size of the batch, if `episodes` is not all of it.
-        """
+        """Count a batch (`kind` is `step` or `evaluation`); `episodes` has at least its failed ones."""
         batch = list(episodes)
         failed = [episode for episode in batch if episode.failure is not None]
         num_episodes = len(batch) if num_episodes is None else num_episodes
@@ -94,7 +83,6 @@ class FailureMonitor:
 
 
 def failure_message(failed: list[Episode], num_episodes: int, when: str, in_a_row: int) -> str:
-    """Counts, causes, one traceback and what to do."""
     causes = Failures()
     causes.add(failed, when)
     first, *_ = causes

@@ -12,6 +12,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Literal
 
+from arborl.diagnosis.finding import RULE_TEXTS
 from arborl.diagnosis.metric_history import MetricHistory, MetricSeries
 
 
@@ -307,144 +308,40 @@ def tools_unused(history: MetricHistory) -> TrendMatch | None:
     return TrendMatch(f"{share:.0%} of episodes call one of {offered.late:.0f} tools{before}", offered.last_steps)
 
 
-TREND_RULES = (
-    TrendRule(
-        "not_a_number", not_finite, "numbers are not finite",
-        "Write a smaller learner.lr, and check that every reward returns a finite number; in float16 write "
-        "model.dtype=bfloat16.", "fail",
+TREND_CHECKS: dict[str, Callable[[MetricHistory], TrendMatch | None]] = {
+    "not_a_number": not_finite,
+    "lr_too_high": policy_jumped,
+    "gradient_spikes": gradient_spikes,
+    "far_from_reference": far_from_reference,
+    "entropy_collapsed": entropy_collapsed,
+    "clipped": partial(_share_above, "policy/clipped", 0.4, "of tokens at the end"),
+    "logprob_diff_high": logprob_diff_high,
+    "logprob_diff_grows": logprob_diff_grows,
+    "engine_stale": engine_stale,
+    "stale_dropped": stale_dropped,
+    "length_explodes": length_explodes,
+    "cut_off_often": partial(_share_above, "call/cut_off", 0.3, "of completions end at sampling.max_tokens"),
+    "context_often_full": partial(
+        _share_above, "stop/context_full", 0.3, "of episodes end because the context is full"
     ),
-    TrendRule(
-        "lr_too_high", policy_jumped, "the policy jumps and its reward is lost",
-        "The learning rate is too high: write learner.lr_scale=0.1, or algorithm.kl.coef=0.01, and resume from a "
-        "checkpoint before the jump.", "fail",
+    "out_of_turns": out_of_turns,
+    "format_lost": format_lost,
+    "reward_constant": reward_constant,
+    "mostly_zero_variance": mostly_zero_variance,
+    "reward_falls": reward_falls,
+    "reward_hacked": reward_hacked,
+    "evaluation_worse": evaluation_worse,
+    "reward_unchanged": reward_unchanged,
+    "episodes_fail": episodes_fail,
+    "calls_hang": calls_hang,
+    "processes_lost": processes_lost,
+    "groups_missing": groups_missing,
+    "calls_unreadable": partial(_failing_calls, ("malformed",), "cannot be parsed"),
+    "tool_misused": partial(
+        _failing_calls, ("unknown_tool", "arguments"), "name an unknown tool or have wrong arguments"
     ),
-    TrendRule(
-        "gradient_spikes", gradient_spikes, "the gradient norm has spikes",
-        "A few episodes dominate those updates: read them; write a smaller learner.max_grad_norm or learner.lr.",
-    ),
-    TrendRule(
-        "far_from_reference", far_from_reference, "the policy is far from the reference model",
-        "Write a larger algorithm.kl.coef or a smaller learner.lr_scale; check that replies are still language.",
-    ),
-    TrendRule(
-        "entropy_collapsed", entropy_collapsed, "the entropy collapsed before the tasks were solved",
-        "Episodes of a group are alike, so advantages are 0. Write a smaller learner.lr_scale, "
-        "algorithm.entropy_coef=0.01, or a higher sampling.temperature, and resume from an earlier checkpoint.", "fail",
-    ),
-    TrendRule(
-        "clipped", partial(_share_above, "policy/clipped", 0.4, "of tokens at the end"), "many tokens are clipped",
-        "Clipped tokens have no gradient: write fewer learner.epochs or learner.minibatches, a smaller "
-        "learner.lr_scale, or a smaller rollout.max_lag.",
-    ),
-    TrendRule(
-        "logprob_diff_high", logprob_diff_high, "engine and learner disagree about the same weights",
-        "Importance ratios are wrong from the start. Write model.head=float32 or model.dtype=float32; with a remote "
-        "server, check its weights and sampling settings.", "fail",
-    ),
-    TrendRule(
-        "logprob_diff_grows", logprob_diff_grows, "engine and learner drift apart",
-        "The engine samples with other weights than the learner's, or rounding grows as the policy gets sharper: "
-        "write model.head=float32, a smaller rollout.max_lag, or algorithm.importance_weights.kind=tis.",
-    ),
-    TrendRule(
-        "engine_stale", engine_stale, "the server's weights are not the learner's",
-        "Check that every server of engine.urls loaded the last update, and has the same model and precision.", "fail",
-    ),
-    TrendRule(
-        "stale_dropped", stale_dropped, "many episodes are too stale to train on",
-        "Write a larger rollout.max_lag, fewer rollout.concurrency, or shorter episodes.",
-    ),
-    TrendRule(
-        "length_explodes", length_explodes, "replies get longer and no better",
-        "Write algorithm.aggregation=fixed (no reward for length), a reward for brevity, or a smaller "
-        "sampling.max_tokens.",
-    ),
-    TrendRule(
-        "cut_off_often", partial(_share_above, "call/cut_off", 0.3, "of completions end at sampling.max_tokens"),
-        "many completions are cut off",
-        "A completion that is cut off cannot finish its answer: write a larger sampling.max_tokens, or prompt for "
-        "shorter answers.",
-    ),
-    TrendRule(
-        "context_often_full",
-        partial(_share_above, "stop/context_full", 0.3, "of episodes end because the context is full"),
-        "many episodes do not fit the context",
-        "Write a larger sampling.max_context, a context.policy, fewer rollout.max_turns, or shorter tool results.",
-    ),
-    TrendRule(
-        "out_of_turns", out_of_turns, "nearly every episode ends at the turn limit",
-        "Write a larger rollout.max_turns, or state in the prompt how to end an episode.",
-    ),
-    TrendRule(
-        "format_lost", format_lost, "the model loses the message format",
-        "Write a reward for the format, a KL penalty, or a smaller learner.lr_scale.",
-    ),
-    TrendRule(
-        "reward_constant", reward_constant, "the reward never changes",
-        "Make the reward depend on the model's messages: test it on a right and on a wrong answer.", "fail",
-    ),
-    TrendRule(
-        "mostly_zero_variance", mostly_zero_variance, "most groups have zero reward variance",
-        "Most episodes have advantage 0: use tasks of another difficulty, a larger rollout.group_size, or "
-        "rollout.group_filter=varied with rollout.spare_groups.",
-    ),
-    TrendRule(
-        "reward_falls", reward_falls, "the reward falls",
-        "Write a smaller learner.lr_scale; check the sign and weight of each reward.", "fail",
-    ),
-    TrendRule(
-        "reward_hacked", reward_hacked, "the reward rises and success does not",
-        "Read the episodes with the highest reward: the reward pays for something else than success. Fix it, or add a "
-        "KL penalty.", "fail",
-    ),
-    TrendRule(
-        "evaluation_worse", evaluation_worse, "held-out tasks got worse",
-        "Use an earlier checkpoint, a smaller learner.lr_scale, a KL penalty, or more varied tasks.", "fail",
-    ),
-    TrendRule(
-        "reward_unchanged", reward_unchanged, "the reward did not improve",
-        "Write a larger learner.lr_scale or more rollout.tasks_per_step, and check that better episodes differ from "
-        "worse ones in what the model writes.",
-    ),
-    TrendRule(
-        "episodes_fail", episodes_fail, "episodes fail",
-        "The causes are under `failures` in summary.json; `arborl env check NAME` checks an environment alone.",
-    ),
-    TrendRule(
-        "calls_hang", calls_hang, "calls do not return",
-        "A call of an environment, a tool or a reward hangs: give it a timeout, or write a smaller "
-        "rollout.step_seconds.",
-    ),
-    TrendRule(
-        "processes_lost", processes_lost, "processes were lost and replaced",
-        "Their requests were retried and nothing is trained on twice; the seconds are the cost. run.log names each: "
-        "check the node if one is lost repeatedly.",
-    ),
-    TrendRule(
-        "groups_missing", groups_missing, "batches lack groups",
-        "Groups exceeded rollout.group_seconds or did not pass rollout.group_filter: write a larger "
-        "rollout.group_seconds or rollout.spare_groups.",
-    ),
-    TrendRule(
-        "calls_unreadable", partial(_failing_calls, ("malformed",), "cannot be parsed"), "tool calls cannot be parsed",
-        "Write the agent.tool_format that the model was trained with, or an example of a call in the prompt.", "fail",
-    ),
-    TrendRule(
-        "tool_misused",
-        partial(_failing_calls, ("unknown_tool", "arguments"), "name an unknown tool or have wrong arguments"),
-        "tools are called wrongly",
-        "Describe the tools and their arguments in more detail; a few steps of algorithm=sft teach the format.",
-    ),
-    TrendRule(
-        "tool_broken",
-        partial(_failing_calls, ("exception", "timeout"), "end in an exception or a timeout of the tool"),
-        "a tool does not work",
-        "The tool itself fails: `arborl rollout` shows its results; check its server, keys and timeout.", "fail",
-    ),
-    TrendRule(
-        "tools_unused", tools_unused, "tools are offered and not called",
-        "State in the prompt when to call them; check with `arborl rollout` that the prompt lists them, and that "
-        "agent.tool_format is what the model writes.",
-    ),
-)  # fmt: skip
+    "tool_broken": partial(_failing_calls, ("exception", "timeout"), "end in an exception or a timeout of the tool"),
+    "tools_unused": tools_unused,
+}
 """More specific rules first."""
+TREND_RULES = tuple(TrendRule(name, check, **RULE_TEXTS[name]) for name, check in TREND_CHECKS.items())

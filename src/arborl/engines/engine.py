@@ -29,9 +29,7 @@ class TokenListener(Protocol):
     top: int
     """Number of likeliest tokens to report at each position; 0 for none."""
 
-    def __call__(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> None:
-        """A token, its log-probability, and the likeliest tokens with theirs."""
-        ...
+    def __call__(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> None: ...
 
 
 class Engine(ABC):
@@ -46,9 +44,7 @@ class Engine(ABC):
     shares_threads: bool = False
     """Whether sampling during an update uses torch's CPU threads: learner and engine then get half of them each."""
     can_pause: bool = False
-    """Whether `pause` and `resume` have an effect."""
     can_stream: bool = False
-    """Whether `generate` takes a `listener`."""
     chat: ChatFunction | None = None
     """For servers that take messages and no token ids; such an engine can be evaluated and not trained."""
 
@@ -66,23 +62,18 @@ class Engine(ABC):
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, session: str, listener: TokenListener | None = None
     ) -> Completion:
-        """Sample a continuation of `prompt`. Calls of one `session` usually extend each other.
-
-        Raises EngineError for an invalid request and after `close`. An error of one request affects no other.
-        """
+        """Sample a continuation of `prompt`. Calls of one `session` usually extend each other. Raises EngineError for
+        an invalid request and after `close`. An error of one request affects no other."""
 
     async def load(self, weights: Weights, version: int) -> None:  # noqa: B027
-        """Sample from these weights from now on and label tokens with `version`.
-
-        A running completion keeps its tokens, each with the version that sampled it (`Completion.versions`), unless the
-        engine is configured to finish or to restart it.
-        """
+        """Sample from these weights from now on and label tokens with `version`. A running completion keeps its tokens,
+        each with the version that sampled it (`Completion.versions`), unless the engine is configured to finish or to
+        restart it."""
 
     async def close(self) -> None:  # noqa: B027
         """Free memory and threads. Pending requests raise EngineError."""
 
     def metrics(self) -> Metrics:
-        """Counters since the last call."""
         return {}
 
     def warm_up(self, sampling: Sampling) -> None:  # noqa: B027
@@ -105,13 +96,6 @@ def completion_versions(versions: Sequence[int], default: int) -> tuple[int, tup
 
 
 def default_cache_tokens(device: str, memory: int, token_bytes: int, context: int) -> int:
-    """Default KV cache size in tokens: a share of the memory, at most `MAX_SEQUENCES` full sequences.
-
-    Args:
-        device: type of the device: `cpu`, `cuda`, …
-        memory: bytes of the host, or free bytes of the GPU.
-        token_bytes: bytes of one token's keys and values.
-        context: maximum tokens of a sequence.
-    """
+    """Default KV cache size in tokens: a share of the memory, at most `MAX_SEQUENCES` full sequences."""
     share = int(memory * MEMORY_SHARE.get(device, 0.1)) // token_bytes
     return max(context, min(share, MAX_SEQUENCES.get(device, 128) * context))

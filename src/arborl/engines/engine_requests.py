@@ -45,7 +45,6 @@ def read_prompt(prompt: Sequence[int], vocabulary: int | None = None, context: i
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise EngineError for invalid sampling parameters."""
     if not (_is_integer(sampling.max_tokens) and sampling.max_tokens >= 1):
         raise EngineError(f"max_tokens={sampling.max_tokens!r}; give a whole number, at least 1")
     if not _is_integer(sampling.seed):
@@ -113,13 +112,6 @@ def _is_finite(value: Any) -> bool:
 
 
 class StopTextMatcher:
-    """Detects stop texts in sampled tokens.
-
-    Example:
-        stops = StopTextMatcher(tokenizer.decode, ("</answer>",))
-        stops.reached([…])      # True as soon as the last token completes it
-    """
-
     def __init__(self, decode: Callable[[Sequence[int]], str], texts: Sequence[str]):
         self.decode, self.texts = decode, tuple(texts)
         self.window = 4 * max(map(len, self.texts)) + 4  # in tokens: a character has at most four

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from arborl.engines.engine import Engine, TokenListener, Weights
-from arborl.engines.engine_requests import check_sampling, read_prompt
+from arborl.engines.engine_requests import StopTextMatcher, check_sampling, read_prompt
 from arborl.errors import EngineError
 from arborl.types import Completion, FinishReason, Metrics, Sampling
 
@@ -52,7 +52,6 @@ class ScriptedEngine(Engine):
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, session: str, listener: TokenListener | None = None
     ) -> Completion:
-        """A reply, cut at `max_tokens` or behind the first stop text."""
         if self.closed:
             raise EngineError("the engine is closed; make another")
         read_prompt(prompt)
@@ -60,20 +59,13 @@ class ScriptedEngine(Engine):
         index = self.choose(prompt, session) if self.choose else sampling.seed % len(self.replies)
         reply = self.replies[index % len(self.replies)]
         tokens = reply[: sampling.max_tokens]
-        cut = self._stop_text_end(tokens, sampling.stop_texts)
+        stops = StopTextMatcher.make(self.decode, sampling)
+        ends = (n for n in range(1, len(tokens) + 1) if stops is not None and stops.reached(tokens[:n]))
+        cut = next(ends, 0)
         finish = FinishReason.STOP if cut or tokens == reply else FinishReason.LENGTH
         tokens = tokens[:cut] if cut else tokens
         self.sampled += len(tokens)
         return Completion(tokens, (0.0,) * len(tokens), finish, self.version)
-
-    def _stop_text_end(self, tokens: Sequence[int], texts: Sequence[str]) -> int:
-        """Number of tokens up to the end of the first stop text; 0 without one."""
-        if not texts:
-            return 0
-        if self.decode is None:
-            raise EngineError("stop_texts need an engine with `decode`")
-        counts = range(1, len(tokens) + 1)
-        return next((n for n in counts if any(text in self.decode(tokens[:n]) for text in texts)), 0)
 
     async def load(self, weights: Weights, version: int) -> None:
         self.version = version

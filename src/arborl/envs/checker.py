@@ -36,15 +36,8 @@ POLL_SECONDS, GRACE_SECONDS = 0.05, 1.0
 """Interval between checks for a hanging call, and extra time for a cancelled call to end."""
 MAX_PICTURES = 3
 """Pictures drawn per episode, besides the last."""
-ILLEGAL_MESSAGES = (
-    "",
-    "\n",
-    "banana",
-    "<answer></answer>",
-    "<answer>banana</answer>",
-    "</answer> <answer>",
-    "é√\x00" * 500,
-)
+TAGGED = ("<answer></answer>", "<answer>banana</answer>", "</answer> <answer>")
+ILLEGAL_MESSAGES = ("", "\n", "banana", *TAGGED, "é√\x00" * 500)
 
 
 def check_env(
@@ -77,7 +70,6 @@ def check_env(
 
 
 def assert_env(make: Callable[[], Env], task: Task, *, seed: int = 0, steps: int = 20) -> None:
-    """`check_env` as an assertion, for tests."""
     problems = check_env(make, task, seed=seed, steps=steps)
     assert not problems, "the environment violates the protocol:\n" + "\n".join(f"- {problem}" for problem in problems)
 
@@ -128,18 +120,12 @@ class _EnvCheck:
 
     async def _record_episode(self) -> _RecordedEpisode:
         episode = _RecordedEpisode()
-
-        async def record(env: Env, episode: _RecordedEpisode) -> None:
-            await self._play_randomly(env, episode)
-            await self._check_second_reset(env, episode)
-
-        await self._with_new_env(record, episode)
+        await self._with_new_env(self._play_randomly, episode)
         return episode
 
     async def _with_new_env(
         self, check: Callable[[Env, _RecordedEpisode], Awaitable[None]], episode: _RecordedEpisode
     ) -> None:
-        """Run a check with a new environment; an exception is a problem."""
         env: Env | None = None
         try:
             async with self.call("make()"):
@@ -150,15 +136,21 @@ class _EnvCheck:
         if env is not None:
             await self._close(env)
 
+    async def _reset(self, env: Env, name: str = "reset()", seed: int | None = None) -> Observation:
+        async with self.call(name):
+            return await env.reset(self.task, self.seed if seed is None else seed)
+
+    async def _act(self, env: Env, text: str, name: str = "step()") -> Step:
+        async with self.call(name):
+            return await env.step(Message("assistant", text))
+
     async def _play_randomly(self, env: Env, episode: _RecordedEpisode) -> None:
-        async with self.call("reset()"):
-            episode.opening = await env.reset(self.task, self.seed)
+        episode.opening = await self._reset(env)
         self.problems += observation_errors("reset()", episode.opening)
         rng = generator(self.seed, "checker")
         for _ in range(self.steps):
             text = await self._choose(env, rng)
-            async with self.call("step()"):
-                step = await env.step(Message("assistant", text))
+            step = await self._act(env, text)
             self.problems += step_errors(step)
             episode.texts.append(text)
             episode.steps.append(step)
@@ -166,6 +158,7 @@ class _EnvCheck:
                 break
         async with self.call("metrics()"):
             self.problems += metrics_errors(env.metrics())
+        await self._check_second_reset(env, episode)
 
     async def _choose(self, env: Env, rng: Any) -> str:
         async with self.call("actions()"):
@@ -184,8 +177,7 @@ class _EnvCheck:
 
     async def _check_second_reset(self, env: Env, episode: _RecordedEpisode) -> None:
         """A second reset of the same object must not depend on the last episode."""
-        async with self.call("the second reset()"):
-            again = await env.reset(self.task, self.seed)
+        again = await self._reset(env, "the second reset()")
         if again != episode.opening:
             what = "state_key" if _messages(again) == _messages(episode.opening) else "messages"
             self.problems.append(
@@ -193,8 +185,7 @@ class _EnvCheck:
                 "the episode in reset()."
             )
             return
-        async with self.call("reset() with another seed"):
-            other = await env.reset(self.task, self.seed + 1)
+        other = await self._reset(env, "reset() with another seed", self.seed + 1)
         if _messages(other) != _messages(again):
             self.problems.append(
                 "reset() returned other messages for another seed: derive the start state from task.seed and "
@@ -203,12 +194,10 @@ class _EnvCheck:
 
     async def _check_reading_methods(self, env: Env, first: _RecordedEpisode) -> None:
         """Replay the first episode with all reading methods called before every step."""
-        async with self.call("reset()"):
-            observation = await env.reset(self.task, self.seed)
+        observation = await self._reset(env)
         for number, (text, expected) in enumerate(zip(first.texts, first.steps, strict=True), 1):
             await self._read_all(env, observation, picture=number <= MAX_PICTURES)
-            async with self.call("step()"):
-                step = await env.step(Message("assistant", text))
+            step = await self._act(env, text)
             observation = step.observation
             if differs := _difference(expected, step):
                 self.problems.append(
@@ -241,8 +230,7 @@ class _EnvCheck:
     async def _check_snapshots(self, env: Env, first: _RecordedEpisode) -> None:
         """Replay the second half of the first episode from a snapshot, in the same and in a new environment."""
         half = len(first.texts) // 2
-        async with self.call("reset()"):
-            await env.reset(self.task, self.seed)
+        await self._reset(env)
         await self._steps(env, first.texts[:half])
         async with self.call("snapshot()"):
             snapshot = env.snapshot()
@@ -265,21 +253,15 @@ class _EnvCheck:
         await self._close(other)
 
     async def _steps(self, env: Env, texts: Sequence[str]) -> list[Step]:
-        steps = []
-        for text in texts:
-            async with self.call("step()"):
-                steps.append(await env.step(Message("assistant", text)))
-        return steps
+        return [await self._act(env, text) for text in texts]
 
     async def _check_illegal_messages(self, env: Env, first: _RecordedEpisode) -> None:
         """Every illegal message gets an observation, with `valid` 0 where the legal actions are listed."""
         for text in ILLEGAL_MESSAGES:
-            async with self.call("reset()"):
-                await env.reset(self.task, self.seed)
+            await self._reset(env)
             async with self.call("actions()"):
                 listed = env.actions()
-            async with self.call(f"step() on the message {short_repr(text)}"):
-                step = await env.step(Message("assistant", text))
+            step = await self._act(env, text, f"step() on the message {short_repr(text)}")
             self.problems += step_errors(step)
             if listed and text not in listed and isinstance(step, Step) and step.info.get("valid"):
                 self.problems.append(
@@ -301,7 +283,6 @@ class _EnvCheck:
         self.problems.append(f"{error.where} raised {type(error.cause).__name__}: {error.cause}.")
 
     def _compare(self, first: _RecordedEpisode, second: _RecordedEpisode) -> None:
-        """Report the first difference between two episodes."""
         if first.opening != second.opening:
             what = "state_key" if _messages(first.opening) == _messages(second.opening) else "messages"
             self.problems.append(

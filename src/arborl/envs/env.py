@@ -123,11 +123,7 @@ def parse_answer(text: str) -> str | None:
 
 
 def parse_choice(text: str, choices: Iterable[str]) -> str | None:
-    """The choice in the first answer, ignoring case; None without a match.
-
-    Example:
-        parse_choice("I go <answer> right </answer>", ["Left", "Right"])      # 'Right'
-    """
+    """The choice in the first answer, ignoring case; None without a match."""
     found = parse_answer(text)
     return None if found is None else _by_lower_case(tuple(choices)).get(found.lower())
 

@@ -38,17 +38,7 @@ class PromptLimits:
 def wrap_with_prompt(
     env: Env, prompt: PromptConfig = NO_PROMPT, system: str | None = None, limits: PromptLimits | None = None
 ) -> Env:
-    """The environment with prompt templates; the environment itself where there are none.
-
-    Args:
-        env: the environment.
-        prompt: templates, and the action pattern.
-        system: text before the first system message.
-        limits: limits that the templates can state.
-
-    Example:
-        wrap_with_prompt(FrozenLake(), PromptConfig(observation="Turn {turn_idx}:\\n{observation}"), "You play.")
-    """
+    """The environment with prompt templates; the environment itself where there are none."""
     if not prompt.is_set and not system:
         return env
     return PromptWrapper(env, prompt, system or "", limits or PromptLimits(32, 64))
@@ -139,7 +129,6 @@ class PromptWrapper(EnvWrapper):
         return replace(step, observation=observation, info=info)
 
     def _find_action(self, text: str) -> str | None:
-        """The pattern's match in a reply; None without one."""
         found = self.pattern.search(text) if self.pattern is not None else None
         if found is None:
             return None
@@ -183,11 +172,7 @@ def _placeholders(*templates: str) -> frozenset[str]:
 
 
 def example_reply(pattern: re.Pattern[str], action: str) -> str:
-    """A text that a simple pattern matches: its literal characters, with the action in place of the last group.
-
-    Example:
-        example_reply(re.compile(r"\\[(.*?)\\]"), "Left")      # '[Left]'
-    """
+    """A text that a simple pattern matches: its literal characters, with the action in place of the last group."""
     body = pattern.pattern.removeprefix("^").removesuffix("$")
     groups = list(re.finditer(r"(?<!\\)\((?!\?:)[^()]*\)", body))
     parts, start = [], 0

@@ -55,7 +55,6 @@ def step_errors(step: Any) -> list[str]:
 
 
 def number_errors(where: str, numbers: Any, name: str) -> list[str]:
-    """Errors of a mapping from names to numbers."""
     if type(numbers) is not dict and not isinstance(numbers, Mapping):
         return [f"{where} returned {name}={short_repr(numbers)}: return a dict of numbers by name."]
     return [
@@ -85,7 +84,6 @@ def metrics_errors(metrics: Any) -> list[str]:
 
 
 def view_errors(env: Any) -> list[str]:
-    """Errors of `render()` and `state_key()`."""
     found = []
     if not isinstance(text := env.render(), str):
         found.append(f"render() returned {short_repr(text)}: return a str, empty when there is nothing to show.")
@@ -101,7 +99,6 @@ def picture_errors(picture: Any) -> list[str]:
 
 
 def policy_errors(where: str, text: Any) -> list[str]:
-    """Errors of `oracle()` and `random()`."""
     if text is None or isinstance(text, str):
         return []
     return [f"{where} returned {short_repr(text)}: return the text of a message, or None."]

@@ -72,7 +72,6 @@ class AsyncEnvWrapper(EnvWrapper):
 
 
 def as_async_env(env: Env) -> Env:
-    """The environment with awaitable `reset`, `step` and `close`."""
     return env if all(map(inspect.iscoroutinefunction, (env.reset, env.step, env.close))) else AsyncEnvWrapper(env)
 
 

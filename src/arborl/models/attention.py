@@ -17,17 +17,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-ATTENTION_NAME = "arbor"
-"""Name of the hook in transformers' table of attention implementations."""
+ATTENTION_NAME = "arbor"  # name of the hook in transformers' table of attention implementations
 
 
 class AttentionLimits(NamedTuple):
-    """Limits of a layer's attention."""
-
     window: int | None = None
     """A token sees itself and the tokens less than this many positions before it; all without a window."""
-    cap: float | None = None
-    """Soft cap of the scores: `cap * tanh(score / cap)`."""
+    cap: float | None = None  # soft cap of the scores: `cap * tanh(score / cap)`
 
 
 NO_LIMITS = AttentionLimits()
@@ -77,13 +73,6 @@ def attention(
     causal: bool = False,
     cap: float | None = None,
 ) -> Tensor:
-    """Attention with torch, `[rows, heads, tokens, size]`.
-
-    Args:
-        mask: true where a query sees a key, or numbers to add to the scores.
-        causal: a causal mask, for equal queries and keys.
-        cap: soft cap of the scores, which fused kernels do not support.
-    """
     grouped = q.shape[1] != k.shape[1]
     if cap is None:
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
@@ -99,8 +88,6 @@ def attention(
 
 
 class CausalAttention:
-    """Causal attention over one short sequence, for checks."""
-
     def __call__(
         self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float, limits: AttentionLimits = NO_LIMITS
     ) -> Tensor:
@@ -113,15 +100,11 @@ class CausalAttention:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayout:
-    """Shape of a model's attention."""
-
     layers: int
     heads: int
     key_heads: int
-    size: int
-    """Head size."""
-    windows: tuple[int, ...]
-    """All window sizes that occur."""
+    size: int  # head size
+    windows: tuple[int, ...]  # all window sizes that occur
     capped: bool
 
     def is_plain(self, context: int) -> bool:
@@ -129,19 +112,18 @@ class AttentionLayout:
         return not self.capped and all(window >= context for window in self.windows)
 
 
-class _LayoutRecorder(CausalAttention):
-    def __init__(self) -> None:
-        self.shapes: dict[int, tuple[int, ...]] = {}
-        self.windows: set[int] = set()
-        self.capped = False
+class InputRecorder:
+    """Attention that records the inputs of every layer."""
+
+    def __init__(self, attend: AttentionFunction):
+        self.attend = attend
+        self.inputs: dict[int, tuple[list[Tensor], float, AttentionLimits]] = {}
 
     def __call__(
         self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float, limits: AttentionLimits = NO_LIMITS
     ) -> Tensor:
-        self.shapes[layer] = (*q_NHD.shape[1:], *k_NKD.shape[1:], *v_NKD.shape[1:])
-        self.windows |= set() if limits.window is None else {limits.window}
-        self.capped |= limits.cap is not None
-        return super().__call__(layer, q_NHD, k_NKD, v_NKD, scale, limits)
+        self.inputs[layer] = ([q_NHD, k_NKD, v_NKD], scale, limits)
+        return self.attend(layer, q_NHD, k_NKD, v_NKD, scale, limits)
 
 
 _layouts: WeakKeyDictionary[PreTrainedModel, AttentionLayout] = WeakKeyDictionary()
@@ -151,18 +133,20 @@ def attention_layout(model: PreTrainedModel) -> AttentionLayout:
     """The model's layout, found at the first call by running one token; ValueError if its layers cannot use caches and
     token trees."""
     if model not in _layouts:
-        recorder = _LayoutRecorder()
+        recorder = InputRecorder(CausalAttention())
         with torch.no_grad():
             zero = torch.zeros(1, dtype=torch.long, device=model.device)
             library_hidden_states(model, zero, zero, recorder)
-        shapes = set(recorder.shapes.values())
-        if set(recorder.shapes) != set(range(model.config.get_text_config().num_hidden_layers)):
+        if set(recorder.inputs) != set(range(model.config.get_text_config().num_hidden_layers)):
             raise ValueError("not all of its layers use attention that can be replaced")
+        shapes = {tuple(size for x in qkv for size in x.shape[1:]) for qkv, _, _ in recorder.inputs.values()}
         heads, size, key_heads, *rest = shapes.pop()
         if shapes or rest != [size, key_heads, size]:
             raise ValueError("its layers' keys and values are not all of one size")
-        windows = tuple(sorted(recorder.windows))
-        _layouts[model] = AttentionLayout(len(recorder.shapes), heads, key_heads, size, windows, recorder.capped)
+        limits = [limits for _, _, limits in recorder.inputs.values()]
+        windows = tuple(sorted({window for window, _ in limits if window is not None}))
+        capped = any(cap is not None for _, cap in limits)
+        _layouts[model] = AttentionLayout(len(recorder.inputs), heads, key_heads, size, windows, capped)
     return _layouts[model]
 
 
@@ -175,25 +159,21 @@ def use_attention_hook(model: PreTrainedModel) -> None:
 def library_hidden_states(
     model: PreTrainedModel, tokens: Tensor, positions: Tensor, attend: AttentionFunction
 ) -> Tensor:
-    """Hidden states of the last layer, `[N, hidden]`, by the library's code."""
     use_attention_hook(model)
     out = model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, attend=attend)
     return out.last_hidden_state[0]
 
 
 def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Next-token logits of hidden states, in float32 or float64."""
     return head_logits(model.get_output_embeddings(), logit_cap(model), hidden)
 
 
 def head_logits(head: nn.Module, cap: float | None, hidden: Tensor) -> Tensor:
-    """Logits of a head, in float32 or float64."""
     out = raw_head_logits(head, cap, hidden)
     return out if out.dtype == torch.float64 else out.float()
 
 
 def raw_head_logits(head: nn.Module, cap: float | None, hidden: Tensor) -> Tensor:
-    """Logits of a head, in its precision if there is no cap."""
     out: Tensor = head(hidden)
     if cap is None:
         return out
@@ -202,5 +182,4 @@ def raw_head_logits(head: nn.Module, cap: float | None, hidden: Tensor) -> Tenso
 
 
 def logit_cap(model: PreTrainedModel) -> float | None:
-    """Soft cap of the model's logits, if any."""
     return getattr(model.config, "final_logit_softcapping", None)

@@ -23,13 +23,11 @@ import torch
 log = logging.getLogger(__name__)
 
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared")
-HEADER = Path(__file__).with_name("vectors.h")
-"""Header of all sources."""
+HEADER = Path(__file__).with_name("vectors.h")  # header of all sources
 
 
 @cache
 def load_c_library(source: Path) -> ctypes.CDLL | None:
-    """The library compiled from this file; None, with a log line, without a working compiler."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if not compiler:
         log.info("no C compiler (cc, gcc or clang): %s is not used", source.name)
@@ -58,9 +56,6 @@ def _compile(compiler: str, source: Path) -> Path:
 
 def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
-
-
-# ------------------------------------------------------------------------------------------------ threads
 
 
 @cache

@@ -41,22 +41,18 @@ class FastPath(Enum):
 
 @dataclass(slots=True)
 class _ModelPaths:
-    used: dict[str, dict[str, None]] = field(default_factory=dict)
-    """Names of used paths by part."""
-    missing: dict[FastPath, str] = field(default_factory=dict)
-    """Reasons of fallbacks."""
+    used: dict[str, dict[str, None]] = field(default_factory=dict)  # names of used paths by part
+    missing: dict[FastPath, str] = field(default_factory=dict)  # reasons of fallbacks
 
 
 _paths: WeakKeyDictionary[PreTrainedModel, _ModelPaths] = WeakKeyDictionary()
 
 
 def record_path(model: PreTrainedModel, part: str, name: str) -> None:
-    """Record that the part runs this model by this path."""
     _paths.setdefault(model, _ModelPaths()).used.setdefault(part, {})[name] = None
 
 
 def report_fallback(model: PreTrainedModel, path: FastPath, reason: str, remedy: str = "") -> None:
-    """Record and log once that the model does not use this path."""
     known = _paths.setdefault(model, _ModelPaths())
     if path in known.missing:
         return
@@ -69,7 +65,6 @@ def report_fallback(model: PreTrainedModel, path: FastPath, reason: str, remedy:
 
 
 def execution_paths(model: PreTrainedModel) -> dict[str, str]:
-    """The used paths and the fallbacks of each part, as text."""
     known = _paths.get(model, _ModelPaths())
     parts = dict.fromkeys((*known.used, *(path.part for path in known.missing)))
     found = {}
@@ -80,11 +75,9 @@ def execution_paths(model: PreTrainedModel) -> dict[str, str]:
 
 
 def count_fallbacks(model: PreTrainedModel, part: str) -> int:
-    """Number of fallbacks of a part."""
     return sum(path.part == part for path in _paths.get(model, _ModelPaths()).missing)
 
 
 def first_line(error: Exception) -> str:
-    """Type and first line of an error."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0][:200]}" if text else type(error).__name__

@@ -25,8 +25,7 @@ from arborl.models.path_check import LayerCase, RunLayer, check_layers, sample_t
 FAST_MODEL_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 LIMITS_ATTRIBUTE = "_limits"
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-CHECK_TOKENS = 40
-"""Tokens of the comparison with the library."""
+CHECK_TOKENS = 40  # tokens of the comparison with the library
 
 RunLayers = Callable[[Sequence[Any], Tensor, Tensor, Tensor, AttentionFunction], Tensor]
 """Runs layers: their modules, the input, cosines and sines of the positions, and attention."""
@@ -64,7 +63,6 @@ def _matches_library(model: PreTrainedModel) -> bool:
 
 
 def layer_runner(case: LayerCase, ops: LayerFunctions | None = None) -> RunLayer:
-    """Runs a layer by this module, for checks."""
     prepare(case.layer)
     cos, sin = case.cos[:, None], signed_sin(case.sin)[:, None]
     return lambda x_NE, attend: run_layer(case.layer, x_NE, cos, sin, attend, ops=ops)
@@ -87,13 +85,7 @@ def fast_hidden_states(
     rows: Tensor | None = None,
     ops: LayerFunctions | None = None,
 ) -> Tensor:
-    """Hidden states after the final norm, `[N, E]`; N tokens, E model size.
-
-    Args:
-        run: runs the layers in place of `run_layers`: compiled, or with gradient checkpointing.
-        rows: the rows to return; the last layer skips the others after its attention.
-        ops: other operations between the products; not used by `run`.
-    """
+    """Hidden states after the final norm, `[N, E]`; N tokens, E model size."""
     base = model.base_model
     x_NE = base.embed_tokens(tokens)
     cos, sin = (part[0, :, None] for part in base.rotary_emb(x_NE[None], positions[None]))
@@ -110,7 +102,6 @@ def fast_hidden_states(
 
 
 def prepare(layer: Any) -> None:
-    """Fuse the q, k and v projections of a layer and store the limits of its attention."""
     fuse_linear(layer.self_attn, *QKV)
     layer.self_attn.__dict__[LIMITS_ATTRIBUTE] = attention_limits(layer.self_attn)
 
@@ -161,13 +152,11 @@ def run_layer(
 
 
 def attention_limits(attention: Any) -> AttentionLimits:
-    """Limits of a layer's attention, from the layer or from the model's configuration."""
     source = attention if hasattr(attention, "sliding_window") else attention.config
     return AttentionLimits(getattr(source, "sliding_window", None))
 
 
 def norm(module: nn.Module, x: Tensor) -> Tensor:
-    """Root-mean-square norm with the module's weight."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     return rms_norm(x, weight.shape, weight, epsilon(module))
 
@@ -178,7 +167,6 @@ def epsilon(module: nn.Module) -> float:
 
 
 def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Rotary position embedding by halves."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), signed_sin)
 
 

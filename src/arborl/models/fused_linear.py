@@ -1,11 +1,10 @@
 """Linear layers fused to fewer matrix products: layers of the same input, and layers with LoRA adapters.
 
 `FusedLinear` makes the weights of several layers views of one matrix; they stay parameters and are trained in place.
-`LoraProduct` does the same for sampling with adapters: the first LoRA factors are further rows of that matrix, and the
-second factors form a block matrix whose product is added in place. `lora_linear` is a layer with an adapter for
-training: it saves its input once, in the model's precision. peft's own module casts the input to float32 for each layer
-and keeps every copy. Rounding the factors to the model's precision makes rollout and learner compute the same values;
-gradients are those of the float32 factors.
+`LoraProduct` does the same for sampling with adapters: the first LoRA factors are further rows of that matrix, the
+second factors form a block matrix whose product is added in place. `lora_linear` is for training: it saves its input
+once, in the model's precision, where peft's module keeps a float32 copy for each layer. Rounding the factors to the
+model's precision makes rollout and learner compute the same values; gradients are those of the float32 factors.
 
 N tokens, E inputs, F outputs of all layers, R ranks of all adapters.
 """
@@ -25,11 +24,7 @@ from torch.nn.functional import linear
 from arborl.models.lora import lora_factors
 
 FUSED_ATTRIBUTE = "_fused"
-RANK_ALIGNMENT = 16
-"""R is padded to a multiple of this, so that rows of the output are aligned."""
-
-
-# ------------------------------------------------------------------------------------------------ without adapters
+RANK_ALIGNMENT = 16  # R is padded to a multiple of this, so that rows of the output are aligned
 
 
 class FusedLinear:
@@ -47,11 +42,9 @@ class FusedLinear:
 
     @property
     def has_moved(self) -> bool:
-        """Whether a parameter was given other memory."""
         return not (are_views_of(self.weight, self.weights) and are_views_of(self.bias, self.biases))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The outputs, concatenated."""
         if self.weight is None:
             return torch.cat([lora_linear(module, x) for module in self.modules], dim=-1)
         weight, bias = self.weight, self.bias
@@ -70,14 +63,15 @@ def fuse_linear(owner: nn.Module, *names: str) -> FusedLinear:
     return found
 
 
-def _fuse(parameters: Sequence[Tensor]) -> Tensor | None:
-    """One tensor of which the parameters become views. It is a parameter too, so torch.compile treats its size as
-    static."""
+def _fuse(parameters: Sequence[Tensor], padding: int = 0) -> Tensor | None:
+    """One tensor of which the parameters become views, followed by rows of zeros. It is a parameter too, so
+    torch.compile treats its size as static."""
     if not parameters:
         return None
     with torch.inference_mode(False), torch.no_grad():
-        fused = nn.Parameter(torch.cat([p.data for p in parameters]), requires_grad=False)
-        for p, view in zip(parameters, fused.data.split([len(p) for p in parameters]), strict=True):
+        zeros = parameters[0].data.new_zeros(padding, *parameters[0].shape[1:])
+        fused = nn.Parameter(torch.cat([*(p.data for p in parameters), zeros]), requires_grad=False)
+        for p, view in zip(parameters, fused.data.split([*(len(p) for p in parameters), padding]), strict=False):
             p.data = view
     return fused
 
@@ -93,8 +87,6 @@ def are_views_of(fused: Tensor | None, parameters: Sequence[Tensor]) -> bool:
 
 
 class _FusedParameter(Function):
-    """The fused tensor; splits its gradient among the parameters."""
-
     @staticmethod
     def forward(ctx: Any, fused: Tensor, *parts: Tensor) -> Tensor:
         ctx.sizes = [len(part) for part in parts]
@@ -105,12 +97,7 @@ class _FusedParameter(Function):
         return None, *gradients[0].split(ctx.sizes)
 
 
-# ------------------------------------------------------------------------------------------------ adapters, sampling
-
-
 class FactorSlices(NamedTuple):
-    """Place of one layer's factors."""
-
     module: nn.Module
     ranks: slice
     columns: slice
@@ -133,18 +120,12 @@ class LoraProduct:
                 rank += len(factors.first)
             column += base.out_features
         self.width, self.ranks = column, -(-rank // RANK_ALIGNMENT) * RANK_ALIGNMENT
+        fused = _fuse(self.weights, self.ranks)
+        assert fused is not None
+        self.weight, self.bias = fused, _fuse(self.biases, self.ranks)
         with torch.inference_mode(False), torch.no_grad():
-            self.weight = self._fuse_padded(self.weights)
-            self.bias = self._fuse_padded(self.biases) if self.biases else None
             self.second = self.weight.new_zeros(self.ranks, column)
         self.refresh()
-
-    def _fuse_padded(self, parts: Sequence[Tensor]) -> Tensor:
-        """The parts concatenated, each now a view, with zeros in place of the first factors."""
-        fused = torch.cat([*(p.data for p in parts), parts[0].data.new_zeros(self.ranks, *parts[0].shape[1:])])
-        for p, view in zip(parts, fused[: self.width].split([len(p) for p in parts]), strict=True):
-            p.data = view
-        return fused
 
     @property
     def has_moved(self) -> bool:
@@ -155,7 +136,6 @@ class LoraProduct:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the present factors, scaled."""
         first_RE = self.weight[self.width :]
         for module, ranks, columns in self.slices:
             factors = lora_factors(module)
@@ -171,7 +151,6 @@ class LoraProduct:
 
 
 def base_layer(module: nn.Module) -> nn.Linear:
-    """The layer without its adapter."""
     base: nn.Linear = module if isinstance(module, nn.Linear) else module.base_layer  # type: ignore[assignment]
     return base
 
@@ -201,22 +180,16 @@ def _has_known_adapters(modules: Sequence[nn.Module]) -> bool:
     return len({base.bias is None for base in bases}) == 1 and len({base.weight.dtype for base in bases}) == 1
 
 
-# ------------------------------------------------------------------------------------------------ adapters, training
-
-
 def lora_linear(module: nn.Module, x_NE: Tensor) -> Tensor:
     """Output of a layer for training; a plain adapter without active dropout uses `_LoraLinear`."""
     factors = lora_factors(module)
-    if factors is None or _has_dropout(module) or module.base_layer.weight.requires_grad:  # type: ignore[union-attr]
+    base: Any = getattr(module, "base_layer", None)
+    dropouts: Any = module.lora_dropout if factors is not None else {}
+    drops = any(isinstance(one, nn.Dropout) and one.training and one.p > 0 for one in dropouts.values())
+    if factors is None or drops or base.weight.requires_grad:
         out: Tensor = module(x_NE)
         return out
-    base: Any = module.base_layer
     return _LoraLinear.apply(x_NE, base.weight, base.bias, *factors)
-
-
-def _has_dropout(module: nn.Module) -> bool:
-    dropouts: Any = module.lora_dropout
-    return any(isinstance(one, nn.Dropout) and one.training and one.p > 0 for one in dropouts.values())
 
 
 class _LoraLinear(Function):

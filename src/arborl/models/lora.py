@@ -64,7 +64,6 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def _check_same(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Raise ConfigError if a setting differs from the existing adapters."""
     existing = model.peft_config[ADAPTER_NAME]
     for key, actual in (("rank", existing.r), ("alpha", existing.lora_alpha), ("dropout", existing.lora_dropout)):
         setting = getattr(config, key)
@@ -75,7 +74,6 @@ def _check_same(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def has_lora(model: PreTrainedModel) -> bool:
-    """Whether the model has adapters."""
     return bool(getattr(model, "peft_config", None))
 
 
@@ -112,7 +110,6 @@ def lora_factors(module: nn.Module) -> LoraFactors | None:
 
 
 def adapter_copy(model: PreTrainedModel) -> dict[str, Tensor]:
-    """A copy of the present adapters."""
     return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
 
 
@@ -166,12 +163,10 @@ def dropout_on(model: PreTrainedModel, seed: int) -> Iterator[None]:
 
 
 def adapter_tensor_name(name: str) -> str:
-    """Name of an adapter's parameter in peft's files."""
     return f"{ADAPTER_PREFIX}{name.replace(f'.{ADAPTER_NAME}', '')}"
 
 
 def adapter_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The adapters under the names of peft's files; not copies."""
     return {f"{ADAPTER_PREFIX}{name}": value for name, value in model.get_adapter_state_dict(ADAPTER_NAME).items()}
 
 
@@ -185,18 +180,6 @@ def save_adapter(model: PreTrainedModel, folder: Path, tensors: dict[str, Tensor
         model.generation_config.save_pretrained(folder)
     model.peft_config[ADAPTER_NAME].save_pretrained(folder)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-
-
-def load_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Load adapters written by `save_adapter`."""
-    from peft import set_peft_model_state_dict
-    from safetensors.torch import load_file
-
-    saved: dict[str, Tensor] = load_file(folder / "adapter_model.safetensors")
-    plain = {name.removeprefix(ADAPTER_PREFIX): value for name, value in saved.items()}
-    found: Any = set_peft_model_state_dict(model, plain, adapter_name=ADAPTER_NAME)
-    if found.unexpected_keys:
-        raise ConfigError(f"{folder} holds adapters of another shape: {found.unexpected_keys[0]} has no place here.")
 
 
 def export_merged(model: PreTrainedModel, folder: Path) -> None:

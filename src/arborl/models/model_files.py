@@ -15,20 +15,13 @@ EMBEDDED = ("seedling", "smollm2")
 SEEDLING_DIR = Path(__file__).parents[1] / "seedling" / "weights"
 """Weights, tokenizer and chat template of the embedded model."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
-"""Endings of the architecture names of causal language models."""
+CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")  # endings of the architecture names of causal language models
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Rotary embeddings that depend, past a length, on the longest sequence of a batch."""
 
 
 def resolve(name: str, where: str = "model.name") -> Path:
-    """The folder of a model; downloads a Hugging Face id if the hub can be reached.
-
-    Args:
-        name: of the model.
-        where: the setting with this name, for messages.
-    """
     if name == "seedling":
         return SEEDLING_DIR
     if name == "smollm2":
@@ -75,7 +68,6 @@ def is_model_folder(folder: Path) -> bool:
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """The model's `config.json`; empty without one (adapters)."""
     file = folder / "config.json"
     if not file.exists():
         return {}
@@ -98,18 +90,11 @@ def tokenizer_vocabulary(folder: Path) -> Any:
 
 
 def stored_dtype(config: Mapping[str, Any]) -> str:
-    """The precision of a model's files."""
     return str(config.get("dtype") or config.get("torch_dtype") or "float32")
 
 
 def check_supported(config: Mapping[str, Any], name: str, max_context: int) -> None:
-    """Raise ConfigError for a model that cannot be trained.
-
-    Args:
-        config: its `config.json`.
-        name: its name in the settings.
-        max_context: maximum tokens of prompt and completion.
-    """
+    """Raise ConfigError for a model that cannot be trained."""
     for architecture in config.get("architectures") or ():
         if not str(architecture).endswith(CAUSAL_SUFFIXES):
             raise ConfigError(

@@ -19,6 +19,7 @@ from transformers.utils import logging as verbosity
 
 from arborl.errors import ConfigError
 from arborl.models.attention import ATTENTION_NAME
+from arborl.models.execution_paths import first_line
 from arborl.models.model_files import is_model_folder as is_model_folder
 from arborl.models.model_files import read_model_config
 from arborl.models.model_files import resolve as resolve
@@ -38,7 +39,6 @@ _compute_devices: WeakKeyDictionary[PreTrainedModel, ComputeDevice] = WeakKeyDic
 
 
 def compute_device(model: PreTrainedModel) -> ComputeDevice:
-    """Where the model computes."""
     return _compute_devices[model] if model in _compute_devices else ComputeDevice(model.device, model.dtype)
 
 
@@ -48,7 +48,6 @@ def set_compute_device(model: PreTrainedModel, place: ComputeDevice) -> None:
 
 
 def device_of(name: str) -> torch.device:
-    """The device `name`; `auto` is the GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -116,10 +115,9 @@ def read_weights(folder: Path, headless: bool = False, **options: Any) -> PreTra
     config = read_model_config(folder)
     model_type = config.get("model_type")
     if config and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        has_code = "auto_map" in config
-        reason = (
-            "it needs code that comes with it, which is never run" if has_code else "it is no causal language model"
-        )
+        reason = "it is no causal language model"
+        if "auto_map" in config:
+            reason = "it needs code that comes with it, which is never run"
         raise ConfigError(
             f"model.name={folder}: transformers {transformers.__version__} has no causal language model of type "
             f"{model_type!r}: {reason}. Choose another model."
@@ -134,10 +132,9 @@ def read_weights(folder: Path, headless: bool = False, **options: Any) -> PreTra
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # broken files raise anything
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise ConfigError(
-            f"model.name={folder}: its weights cannot be read ({type(error).__name__}: {reason}). Download the "
-            "folder again, or give another."
+            f"model.name={folder}: its weights cannot be read ({first_line(error)}). Download the folder again, or "
+            "give another."
         ) from error
     for problem in ("missing_keys", "mismatched_keys"):
         names = sorted(name if isinstance(name, str) else name[0] for name in info[problem])

@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from arborl.errors import ConfigError
+from arborl.models.execution_paths import first_line
 from arborl.models.model_files import tokenizer_vocabulary
 from arborl.models.model_loading import device_of, load_model, weight_loading
 
@@ -40,8 +41,6 @@ class ValueHead(nn.Module):
 
 
 class Float32Linear(nn.Linear):
-    """A linear layer that multiplies in float32."""
-
     def forward(self, input: Tensor) -> Tensor:
         return linear(input.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
@@ -55,18 +54,7 @@ def float32_head(model: PreTrainedModel) -> None:
         head.__class__ = Float32Linear
 
 
-# ------------------------------------------------------------------------------------------------ sequence scores
-
-
 class SequenceScorer:
-    """A sequence classifier with one label, run by transformers.
-
-    Args:
-        folder: of the model.
-        dtype, device: as in `model`.
-        begin: allow a language model in the folder; its new `score` layer returns 0.
-    """
-
     def __init__(self, folder: Path, dtype: str, device: str, begin: bool = False):
         place = device_of(device)
         with weight_loading():
@@ -80,12 +68,10 @@ class SequenceScorer:
 
     @torch.no_grad()
     def __call__(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """One score per sequence."""
         found: list[float] = self.scores(sequences).float().tolist()
         return found
 
     def scores(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """Scores with gradients. Without a padding token the sequences run one by one."""
         if self.pad is None and len(sequences) > 1:
             return torch.cat([self.scores([one]) for one in sequences])
         longest = max(len(one) for one in sequences)
@@ -98,9 +84,7 @@ class SequenceScorer:
 
 def _new_classifier(folder: Path, dtype: str) -> PreTrainedModel:
     """A classifier with one label from the model in `folder`, with its `score` layer if it has one."""
-    head = score_head(folder)
-    if head is not None and len(head[0]) != 1:
-        raise ConfigError(f"{folder}: its head has {len(head[0])} labels, and a reward is one number. Give another.")
+    head = score_head(folder, "")
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(
             folder, dtype=getattr(torch, dtype), num_labels=1, trust_remote_code=False, output_loading_info=True
@@ -108,10 +92,9 @@ def _new_classifier(folder: Path, dtype: str) -> PreTrainedModel:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # broken files raise anything
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise ConfigError(
-            f"{folder}: cannot be read as a classifier ({type(error).__name__}: {reason}). Give a language model that "
-            "transformers has as …ForSequenceClassification."
+            f"{folder}: cannot be read as a classifier ({first_line(error)}). Give a language model that transformers "
+            "has as …ForSequenceClassification."
         ) from error
     missing = sorted(name for name in info["missing_keys"] if not name.startswith("score."))
     if missing or not hasattr(model, "score"):
@@ -127,22 +110,14 @@ def _new_classifier(folder: Path, dtype: str) -> PreTrainedModel:
 
 @dataclass(frozen=True, slots=True)
 class CriticInit:
-    """Initial weights of a critic."""
-
     trunk: PreTrainedModel
-    weight: Tensor | None
-    """`[1, hidden]`, of the `score` layer; None without one."""
+    weight: Tensor | None  # `[1, hidden]`, of the `score` layer; None without one
     bias: Tensor | None
 
 
 def load_critic_init(folder: Path, policy: PreTrainedModel, policy_folder: Path) -> CriticInit:
     """The model in `folder` as the trunk of the policy's critic, with its `score` layer if it has one."""
-    head = score_head(folder)
-    if head is not None and len(head[0]) != 1:
-        raise ConfigError(
-            f"learner.critic_from={folder}: its head has {len(head[0])} labels, and a value is one number. Give a "
-            "model with one label, or without such a head."
-        )
+    head = score_head(folder, "learner.critic_from=")
     ours, theirs = tokenizer_vocabulary(policy_folder), tokenizer_vocabulary(folder)
     if ours is not None and theirs is not None and ours != theirs:
         raise ConfigError(
@@ -159,12 +134,18 @@ def load_critic_init(folder: Path, policy: PreTrainedModel, policy_folder: Path)
     return CriticInit(trunk, *(head or (None, None)))
 
 
-def score_head(folder: Path) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of the `score` layer, if the folder has one."""
+def score_head(folder: Path, setting: str) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of the `score` layer, if the folder has one; ConfigError if it has several labels."""
     found: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for name in ("score.weight", "score.bias"):
                 if name in tensors.keys():  # noqa: SIM118 (it is no mapping)
                     found[name] = tensors.get_tensor(name)
-    return (found["score.weight"], found.get("score.bias")) if "score.weight" in found else None
+    if "score.weight" not in found:
+        return None
+    if (labels := len(found["score.weight"])) != 1:
+        raise ConfigError(
+            f"{setting}{folder}: its head has {labels} labels, and a value is one number. Give a model with one label."
+        )
+    return found["score.weight"], found.get("score.bias")

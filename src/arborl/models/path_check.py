@@ -1,17 +1,12 @@
 """Comparison of execution paths with the library's code, for the present weights.
 
-The last layer's output does not suffice. Real weights have a few very large activations, and in bfloat16 rounding
-errors grow from layer to layer until two correct programs differ as much as a correct and a wrong one. Every layer is
-therefore compared by itself, with its input from the library's run, and errors are measured against the same layer in a
-higher precision. A path is accepted if its error is not clearly larger than the library's error in the model's
-precision.
-
-Compared are a layer's output minus its input, its keys (which show a shifted position that outputs do not), and, with
-gradients enabled, the gradients of its input and its weight matrices.
+The last layer's output does not suffice: real weights have a few very large activations, and in bfloat16 rounding
+errors grow until two correct programs differ as much as a correct and a wrong one. Every layer is therefore compared by
+itself, with its input from the library's run: its output minus its input, its keys (which show a shifted position that
+outputs do not), and, with gradients enabled, the gradients of its input and its weight matrices. Errors are measured
+against the same layer in a higher precision; a path is accepted if its error is not clearly larger than the library's.
 
 `check_tree_support` compares a small token tree with its branches run one by one, for any model.
-
-N tokens, E model size.
 """
 
 from __future__ import annotations
@@ -39,11 +34,12 @@ from arborl.models.attention import (
     logits,
     use_attention_hook,
 )
+from arborl.models.attention import InputRecorder as InputRecorder
+from arborl.models.execution_paths import first_line
 from arborl.models.model_files import check_positions
 from arborl.models.model_loading import weight_loading
 
-Outputs = dict[str, Tensor]
-"""Outputs of a layer by name, each `[rows, columns]`."""
+Outputs = dict[str, Tensor]  # outputs of a layer by name, each `[rows, columns]`
 RunLayer = Callable[[Tensor, AttentionFunction], Tensor]
 """Output `[N, E]` of a layer for an input and an attention function."""
 
@@ -51,14 +47,10 @@ HIGHER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.flo
 """Precision of the exact result, by precision of the model."""
 FLOOR = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.005}
 """Error that is always allowed, by precision."""
-LAYERS, DIFFERENTIATED = 8, 3
-"""Number of compared layers, and of those with gradients: all layers run the same code."""
+LAYERS, DIFFERENTIATED = 8, 3  # number of compared layers, and of those with gradients: all layers run the same code
 MATRIX = "gradient of matrix"
-FACTOR = 3.0
-"""Allowed multiple of the library's error."""
+FACTOR = 3.0  # allowed multiple of the library's error
 
-
-# ------------------------------------------------------------------------------------------------ sample text
 
 _samples: WeakKeyDictionary[PreTrainedModel, list[int]] = WeakKeyDictionary()
 
@@ -76,24 +68,15 @@ def sample_tokens(model: PreTrainedModel, count: int) -> list[int]:
     return (text * -(-count // len(text)))[:count]
 
 
-# ------------------------------------------------------------------------------------------------ layers
-
-
 @dataclass(frozen=True, slots=True)
 class LayerCase:
-    """One layer, its input and its expected outputs."""
-
     number: int
     layer: Any
-    x: Tensor
-    """`[N, E]`: its input in the library's run."""
+    x: Tensor  # `[N, E]`: its input in the library's run
     cos: Tensor
-    sin: Tensor
-    """`[N, D]`, of the library."""
-    library: Outputs
-    """Outputs of the library's code in the model's precision."""
-    exact: Outputs
-    """Outputs of the library's code in a higher precision."""
+    sin: Tensor  # `[N, D]`, of the library
+    library: Outputs  # outputs of the library's code in the model's precision
+    exact: Outputs  # outputs of the library's code in a higher precision
 
 
 def layer_cases(
@@ -141,16 +124,15 @@ def _library_layer(layer: nn.Module, position_N: Tensor, embeddings: tuple[Tenso
 
 
 def matrices(layer: nn.Module) -> list[Tensor]:
-    """Trained weight matrices of a layer."""
     return [p for p in layer.parameters() if p.requires_grad and p.ndim > 1]
 
 
 def outputs(run: RunLayer, x_NE: Tensor, attend: AttentionFunction, parameters: Sequence[Tensor]) -> Outputs:
-    """The compared outputs of a layer."""
-    recorder, with_grad = _KeyRecorder(attend), torch.is_grad_enabled()
+    recorder, with_grad = InputRecorder(attend), torch.is_grad_enabled()
     x_NE = x_NE.detach().requires_grad_(with_grad)
     y_NE = run(x_NE, recorder)
-    found = {"output": difference(y_NE, x_NE).detach(), "key": recorder.key.detach().flatten(1)}
+    (_, key_NKD, _), _, _ = next(iter(recorder.inputs.values()))
+    found = {"output": difference(y_NE, x_NE).detach(), "key": key_NKD.detach().flatten(1)}
     if with_grad:
         upstream = _upstream(y_NE)
         to_x, *to_parameters = torch.autograd.grad(y_NE, [x_NE, *parameters], upstream)
@@ -160,26 +142,8 @@ def outputs(run: RunLayer, x_NE: Tensor, attend: AttentionFunction, parameters: 
 
 
 def difference(y_NE: Tensor, x_NE: Tensor) -> Tensor:
-    """y - x in a higher precision."""
     higher = HIGHER.get(x_NE.dtype, x_NE.dtype)
     return y_NE.to(higher) - x_NE.to(higher)
-
-
-class _KeyRecorder:
-    """Attention that records its keys."""
-
-    def __init__(self, attend: AttentionFunction):
-        self.attend = attend
-        self.key = torch.zeros(0)
-
-    def __call__(
-        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float, limits: AttentionLimits = NO_LIMITS
-    ) -> Tensor:
-        self.key = k_NKD
-        return self.attend(layer, q_NHD, k_NKD, v_NKD, scale, limits)
-
-
-# ------------------------------------------------------------------------------------------------ errors
 
 
 def error(found: Tensor, exact: Tensor) -> Tensor:
@@ -217,9 +181,6 @@ def excess(
     return worst
 
 
-# ------------------------------------------------------------------------------------------------ checks
-
-
 def check_layers(
     model: PreTrainedModel,
     run: Callable[[LayerCase], RunLayer],
@@ -228,13 +189,7 @@ def check_layers(
     tokens: Sequence[int],
     positions: Sequence[int],
 ) -> str | None:
-    """How this execution path of the model's layers differs from the library; None if it matches.
-
-    Args:
-        run: makes the function that runs a layer.
-        attend: the attention of the path.
-        library_attend: the attention of the library's code, in any precision.
-    """
+    """How this execution path of the model's layers differs from the library; None if it matches."""
     for case in layer_cases(model, tokens, positions, library_attend):
         found = outputs(run(case), case.x, attend, matrices(case.layer))
         if (reason := check_case(case, found)) is not None:
@@ -243,11 +198,9 @@ def check_layers(
 
 
 def check_case(case: LayerCase, found: Outputs) -> str | None:
-    """How these outputs differ from the layer's; None if they match."""
     ratio, name = excess(found, case.library, case.exact, case.x.dtype)
-    return (
-        None if ratio <= 1.0 else f"{name} of layer {case.number} is {ratio:.1f} times as far off as rounding explains"
-    )
+    reason = f"{name} of layer {case.number} is {ratio:.1f} times as far off as rounding explains"
+    return None if ratio <= 1.0 else reason
 
 
 def check_attention(
@@ -277,20 +230,6 @@ def check_attention(
     return None
 
 
-class InputRecorder:
-    """Attention that records the inputs of every layer."""
-
-    def __init__(self, attend: AttentionFunction):
-        self.attend = attend
-        self.inputs: dict[int, tuple[list[Tensor], float, AttentionLimits]] = {}
-
-    def __call__(
-        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float, limits: AttentionLimits = NO_LIMITS
-    ) -> Tensor:
-        self.inputs[layer] = ([q_NHD, k_NKD, v_NKD], scale, limits)
-        return self.attend(layer, q_NHD, k_NKD, v_NKD, scale, limits)
-
-
 def _attention_outputs(
     attend: AttentionFunction, layer: int, qkv: Sequence[Tensor], scale: float, limits: AttentionLimits
 ) -> Outputs:
@@ -312,10 +251,7 @@ def _upstream(out: Tensor) -> Tensor:
     return torch.as_tensor(drawn).to(torch.bfloat16).to(out.device, out.dtype)
 
 
-# ------------------------------------------------------------------------------------------------ token trees
-
-STEM, TWIG = 6, 4
-"""Tokens of the tree: a stem, and two branches behind it."""
+STEM, TWIG = 6, 4  # tokens of the tree: a stem, and two branches behind it
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Allowed relative difference of the median token of a branch. Branches that see each other differ far more; rounding
 changes the experts of few tokens."""
@@ -344,12 +280,7 @@ class _ForkAttention:
 
 def check_tree_support(model: PreTrainedModel, name: str, max_context: int) -> None:
     """Raise ConfigError for a model whose output over a token tree differs from the library's over its branches: some
-    models mix tokens outside of attention.
-
-    Args:
-        name: its name in the settings.
-        max_context: maximum tokens of prompt and completion.
-    """
+    models mix tokens outside of attention."""
     config = model.config
     check_positions(config.to_dict(), name, max_context)
     kind = type(model).__name__
@@ -360,10 +291,8 @@ def check_tree_support(model: PreTrainedModel, name: str, max_context: int) -> N
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # other models may fail in any way
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(
-            f"model.name={name}: {kind} cannot run over token trees: {reason}. {OTHER_MODEL}"
-        ) from error  # fmt: skip
+        reason = first_line(error)
+        raise ConfigError(f"model.name={name}: {kind} cannot run over token trees: {reason}. {OTHER_MODEL}") from error
     if not gap <= TOLERANCE.get(model.dtype, 1e-3):
         raise ConfigError(
             f"model.name={name}: the outputs of {kind} over a token tree differ by {gap:.1e} from those over its "

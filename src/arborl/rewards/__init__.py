@@ -28,7 +28,7 @@ REWARDS = Registry(
         "composite": "arborl.rewards.text.composite:CompositeReward",
         "conciseness": "arborl.rewards.text.library_rewards:ConcisenessReward",
         "correctness": "arborl.rewards.text.library_rewards:CorrectnessReward",
-        "customer_service": "arborl.rewards.text.domain_rewards:CustomerServiceReward",
+        "customer_service": "arborl.rewards.text.library_rewards:CustomerServiceReward",
         "data_source": "arborl.rewards.score_function:DataSource",
         "efficient": "arborl.rewards.efficiency:Efficient",
         "engagement": "arborl.rewards.text.library_rewards:EngagementReward",
@@ -42,24 +42,18 @@ REWARDS = Registry(
         "posted": "arborl.rewards.answers:posted",
         "reward_model": "arborl.rewards.reward_model:RewardModel",
         "safety": "arborl.rewards.text.library_rewards:SafetyReward",
-        "sales_assistant": "arborl.rewards.text.domain_rewards:SalesAssistantReward",
+        "sales_assistant": "arborl.rewards.text.library_rewards:SalesAssistantReward",
         "score_function": "arborl.rewards.score_function:ScoreFunction",
         "short_answer": "arborl.rewards.answers:ShortAnswer",
         "similarity_aware": "arborl.rewards.text.library_rewards:SimilarityAwareReward",
         "task_completion": "arborl.rewards.text.library_rewards:TaskCompletionReward",
-        "technical_support": "arborl.rewards.text.domain_rewards:TechnicalSupportReward",
+        "technical_support": "arborl.rewards.text.library_rewards:TechnicalSupportReward",
     },
 )
 
 
 def find_reward(name: str, args: Mapping[str, Any], where: str) -> Reward:
-    """A reward of the registry, or `package.module:attribute`, made with its arguments.
-
-    Args:
-        name: of the reward.
-        args: its arguments, if it is a class.
-        where: configuration key of the arguments.
-    """
+    """A reward of the registry, or `package.module:attribute`, made with its arguments."""
     target = REWARDS[name]
     if inspect.isclass(target):
         target = call_checked(target, args, where)

@@ -19,11 +19,7 @@ PHRASE = re.compile(r"(?:final answer|answer)\s*(?:is|:|=)+\s*([^\n]+)", re.IGNO
 
 
 def field_of(episode: Episode, name: str, who: str) -> Any:
-    """A field of the task; LookupError with the known fields if it is missing.
-
-    Example:
-        field_of(episode, "answer", "reward 'equal'")
-    """
+    """A field of the task; LookupError with the known fields if it is missing."""
     fields = episode.task.fields
     if name not in fields:
         raise LookupError(
@@ -33,11 +29,7 @@ def field_of(episode: Episode, name: str, who: str) -> Any:
 
 
 def last_tagged(text: str, *names: str) -> str | None:
-    """The text in the last of these tags that is closed, or None. One pass: a model may open a tag ten thousand times.
-
-    Example:
-        last_tagged("<answer>1</answer> or <answer>2</answer>", "answer")      # '2'
-    """
+    """The text in the last of these tags that is closed, or None. One pass: a model may open many tags."""
     marks = list(re.finditer(rf"<(/?)({'|'.join(map(re.escape, names))})>", text))
     last_close = {mark[2]: mark.start() for mark in marks if mark[1]}
     inside, opening = None, None
@@ -124,12 +116,7 @@ def same_number(a: ParsedNumber, b: ParsedNumber, tolerance: Fraction = Fraction
 
 
 def read_number(text: str) -> ParsedNumber | None:
-    """The number that the whole text is, or None.
-
-    Example:
-        read_number("-1,234.50")      # ParsedNumber(Fraction(-2469, 2))
-        read_number("1,00")           # None: not a valid thousands separator
-    """
+    """The number that the whole text is, or None."""
     text = clean(text).strip().rstrip(" .$€£")
     match = NUMBER.match(text)
     return _value(match, text) if match and not PERCENT.sub("", text[match.end() :], count=1).strip() else None
@@ -225,6 +212,7 @@ def same_answer(answer: str, expected: str) -> bool:
     return " ".join(answer.split()) == " ".join(expected.split())
 
 
+@dataclass(eq=False)
 class Equal:
     """1 if the final answer equals the task's answer, else 0.
 
@@ -234,29 +222,30 @@ class Equal:
 
     Example:
         rewards: [{name: equal, args: {tolerance: 0.001}}]
-
-    Args:
-        tolerance: relative error of a number (absolute for numbers below 1).
-        field: of the task; a list holds several right answers.
     """
 
     name = "equal"
 
-    def __init__(self, tolerance: float = 0.0, field: str = "answer"):
-        if not 0 <= tolerance < 1:
-            raise ValueError(f"tolerance={tolerance}: give 0 or more, below 1")
-        self.tolerance, self.field = Fraction(tolerance), field
+    tolerance: float = 0.0
+    """Relative error of a number (absolute for numbers below 1)."""
+    field: str = "answer"
+    """Of the task; a list holds several right answers."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tolerance < 1:
+            raise ValueError(f"tolerance={self.tolerance}: give 0 or more, below 1")
 
     async def __call__(self, episode: Episode) -> float:
         expected = field_of(episode, self.field, f"reward {self.name!r}")
         options: Sequence[Any] = expected if isinstance(expected, list | tuple) else [expected]
         answer = final_part(episode.answer)
-        return float(any(equal(answer, final_part(str(one)), self.tolerance) for one in options))
+        return float(any(equal(answer, final_part(str(one)), Fraction(self.tolerance)) for one in options))
 
 
 FORMAT_FAILURES = ("tool/malformed", "tool/unknown_tool", "tool/arguments")
 
 
+@dataclass(eq=False)
 class Format:
     """`good` if the format is right, else `bad`.
 
@@ -264,30 +253,32 @@ class Format:
 
     Example:
         rewards: [equal, {name: format, weight: 0.1, args: {pattern: "<think>.*</think>\\\\s*<answer>.*</answer>"}}]
-
-    Args:
-        pattern: regular expression that the whole last message must match, without surrounding white space; a dot
-            matches any character. By default the message must have exactly one non-empty `<answer>…</answer>`.
-        tools: a malformed or unknown tool call, or one with wrong arguments, is bad too.
-        good, bad: the two values.
     """
 
     name = "format"
 
-    def __init__(self, pattern: str | None = None, tools: bool = True, good: float = 1.0, bad: float = 0.0):
+    pattern: str | None = None
+    """Regular expression that the whole last message must match, without surrounding white space; a dot matches any
+    character. By default the message must have exactly one non-empty `<answer>…</answer>`."""
+    tools: bool = True
+    """A malformed or unknown tool call, or one with wrong arguments, is bad too."""
+    good: float = 1.0
+    bad: float = 0.0
+    """`good`, `bad`: The two values."""
+
+    def __post_init__(self) -> None:
         try:
-            self.pattern = re.compile(pattern, re.DOTALL) if pattern is not None else None
+            self._pattern = None if self.pattern is None else re.compile(self.pattern, re.DOTALL)
         except re.error as error:
-            raise ValueError(f"pattern={pattern!r} is not a regular expression: {error}") from error
-        self.tools, self.good, self.bad = tools, good, bad
+            raise ValueError(f"pattern={self.pattern!r} is not a regular expression: {error}") from error
 
     async def __call__(self, episode: Episode) -> float:
         has_failed = self.tools and any(episode.metrics.get(name, 0.0) > 0 for name in FORMAT_FAILURES)
         return self.good if not has_failed and self._matches(episode.answer.strip()) else self.bad
 
     def _matches(self, text: str) -> bool:
-        if self.pattern is not None:
-            return self.pattern.fullmatch(text) is not None
+        if self._pattern is not None:
+            return self._pattern.fullmatch(text) is not None
         inside = text.partition("<answer>")[2].partition("</answer>")[0]
         return text.count("<answer>") == text.count("</answer>") == 1 and bool(inside.strip())
 
@@ -298,17 +289,21 @@ LETTER = re.compile(r"\s*\(?([A-Za-z])(?:[).:]|\s*$)")
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
+@dataclass(eq=False)
 class PenalizedReward(Reward):
-    """Base class: an episode that exceeded a limit gets a penalty instead of a reward.
+    """Base class: an episode that exceeded a limit gets a penalty instead of a reward."""
 
-    Args:
-        exceeded: value if the episode ran out of context or turns.
-        too_few_turns: value if it answered before its agent's `min_assistant_turns`.
-        invalid: value if the answer has the wrong format: no call of `finish`, no letter, too long.
-    """
-
-    def __init__(self, exceeded: float = -1.0, too_few_turns: float = -1.0, invalid: float = -1.0):
-        self.exceeded, self.too_few_turns, self.invalid = exceeded, too_few_turns, invalid
+    right: float = 1.0
+    wrong: float = -0.5
+    """`right`, `wrong`: Values of the right answer and of another one."""
+    invalid: float = -1.0
+    """Value if the answer has the wrong format: no call of `finish`, no letter, too long."""
+    exceeded: float = -1.0
+    """Value if the episode ran out of context or turns."""
+    too_few_turns: float = -1.0
+    """Value if it answered before its agent's `min_assistant_turns`."""
+    field: str = "answer"
+    """Of the task, with the right answer."""
 
     async def __call__(self, episode: Episode) -> float | dict[str, float]:
         if episode.stop in (StopReason.CONTEXT_FULL, StopReason.MAX_TURNS):
@@ -320,33 +315,11 @@ class PenalizedReward(Reward):
         return await self.judge(episode)
 
     async def judge(self, episode: Episode) -> float:
-        """The value of the answer."""
         raise TypeError(f"{type(self).__name__} needs a method `judge` that returns the value of an answer")
 
 
 class MultipleChoice(PenalizedReward):
-    """Multiple choice: `right`, `wrong`, or `invalid` if the answer does not begin with a letter.
-
-    The letter begins the answer: `B`, `B.`, `(B)`, `B. Oslo`.
-
-    Args:
-        right: value of the letter in the task's field.
-        wrong: value of another letter.
-        field: of the task, with the letter.
-        exceeded, too_few_turns, invalid: see `PenalizedReward`.
-    """
-
-    def __init__(
-        self,
-        right: float = 1.0,
-        wrong: float = -0.5,
-        invalid: float = -1.0,
-        exceeded: float = -1.0,
-        too_few_turns: float = -1.0,
-        field: str = "answer",
-    ):
-        super().__init__(exceeded, too_few_turns, invalid)
-        self.right, self.wrong, self.field = right, wrong, field
+    """Multiple choice: `right`, `wrong`, or `invalid` if the answer begins with no letter (`B`, `(B)`, `B. Oslo`)."""
 
     async def judge(self, episode: Episode) -> float:
         letter = read_letter(final_part(episode.answer))
@@ -358,34 +331,18 @@ class MultipleChoice(PenalizedReward):
         return self.right if is_right else self.wrong
 
 
+@dataclass(eq=False)
 class ShortAnswer(PenalizedReward):
-    """An answer of a few words, compared exactly or by common words (F1), without case, punctuation and articles.
+    """An answer of a few words, compared exactly or by common words (F1), without case, punctuation and articles."""
 
-    Args:
-        match: `exact`, or `f1` for values between `wrong` and `right`.
-        right: value of the right answer.
-        wrong: value of another answer.
-        field: of the task, with one or several right answers.
-        max_sentences: longer answers are invalid.
-        exceeded, too_few_turns, invalid: see `PenalizedReward`.
-    """
+    match: Literal["exact", "f1"] = "exact"
+    """`exact`, or `f1` for values between `wrong` and `right`."""
+    max_sentences: int = 3
+    """Longer answers are invalid."""
 
-    def __init__(
-        self,
-        match: Literal["exact", "f1"] = "exact",
-        right: float = 1.0,
-        wrong: float = -0.5,
-        invalid: float = -1.0,
-        exceeded: float = -1.0,
-        too_few_turns: float = -1.0,
-        field: str = "answer",
-        max_sentences: int = 3,
-    ):
-        if match not in ("exact", "f1"):
-            raise ValueError(f"match={match!r}: give exact or f1")
-        super().__init__(exceeded, too_few_turns, invalid)
-        self.match, self.right, self.wrong = match, right, wrong
-        self.field, self.max_sentences = field, max_sentences
+    def __post_init__(self) -> None:
+        if self.match not in ("exact", "f1"):
+            raise ValueError(f"match={self.match!r}: give exact or f1")
 
     async def judge(self, episode: Episode) -> float:
         answer = final_part(episode.answer)
@@ -408,36 +365,22 @@ def environment_verdict(episode: Episode, field: str) -> bool | None:
 
 
 def read_letter(text: str) -> str | None:
-    """The letter at the beginning of an answer; None if it begins with a word.
-
-    Example:
-        read_letter("(b) Oslo"), read_letter("Because")      # 'B', None
-    """
+    """The letter at the beginning of an answer; None if it begins with a word."""
     match = LETTER.match(text)
     return match.group(1).upper() if match else None
 
 
 def normalized_words(text: str) -> list[str]:
-    """Words without case, punctuation and articles.
-
-    Example:
-        normalized_words("The Silver-Lamp!")      # ['silver', 'lamp']
-    """
     plain = "".join(" " if sign in string.punctuation else sign for sign in text.casefold())
     return ARTICLES.sub(" ", plain).split()
 
 
 def exact_match(answer: str, gold: str) -> float:
-    """1 if both have the same words."""
     return float(normalized_words(answer) == normalized_words(gold))
 
 
 def f1(answer: str, gold: str) -> float:
-    """Harmonic mean of precision and recall of the words.
-
-    Example:
-        f1("silver lamp of Mira", "the silver lamp")      # precision 2/4, recall 2/2: 0.667
-    """
+    """Harmonic mean of precision and recall of the words."""
     answer_words, gold_words = normalized_words(answer), normalized_words(gold)
     if not answer_words or not gold_words:
         return float(answer_words == gold_words)
@@ -446,5 +389,4 @@ def f1(answer: str, gold: str) -> float:
 
 
 def count_sentences(text: str) -> int:
-    """Number of sentences, at least 1."""
     return max(len(re.findall(r"[.!?]+(?=\s|$)", text.strip())), 1)

@@ -48,13 +48,7 @@ class Asserts:
 
 
 def read_asserts(text: str) -> Asserts:
-    """Split a test; ValueError if expected values would have to enter the sandbox.
-
-    Example:
-        test = read_asserts("assert add(1, 2) == 3")
-        test.steps                # (Step("add(1, 2)", is_expression=True),)
-        test.hold([3])            # True
-    """
+    """Split a test; ValueError if expected values would have to enter the sandbox."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -149,9 +143,7 @@ class AssertReader:
                 return ast.BoolOp(op, [self.outside(value) for value in values])
             case ast.Compare():
                 return self.comparison(node)
-            case ast.Call(function, args, keywords) if function_name(function) in FUNCTIONS and has_plain_arguments(
-                args, keywords
-            ):
+            case ast.Call(function, args, keywords) if can_call(function, args, keywords):
                 named = [ast.keyword(each.arg, self.outside(each.value)) for each in keywords]
                 return ast.Call(function, [self.outside(argument) for argument in args], named)
         return self.in_sandbox(node)
@@ -191,9 +183,8 @@ class AssertReader:
 def filled(node: Node, known: Mapping[str, ast.expr]) -> Node:
     """A copy with names replaced by their literals, except names that it binds itself (in a loop or lambda)."""
     bound = assigned(node)
-    return ReplaceLiterals({name: value for name, value in known.items() if name not in bound}).visit(
-        copy.deepcopy(node)
-    )  # type: ignore[no-any-return]
+    free = {name: value for name, value in known.items() if name not in bound}
+    return ReplaceLiterals(free).visit(copy.deepcopy(node))  # type: ignore[no-any-return]
 
 
 class ReplaceLiterals(ast.NodeTransformer):
@@ -218,7 +209,6 @@ def is_literal(node: ast.expr) -> bool:
 
 
 def assigned(node: ast.AST) -> set[str]:
-    """Names that are bound in the node."""
     inside = list(ast.walk(node))
     names = {each.id for each in inside if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
     names |= {each.arg for each in inside if isinstance(each, ast.arg)}
@@ -229,9 +219,10 @@ def starred(node: ast.expr) -> bool:
     return isinstance(node, ast.Starred)
 
 
-def has_plain_arguments(args: Sequence[ast.expr], keywords: Sequence[ast.keyword]) -> bool:
-    """No starred arguments and no functions as arguments: `sorted(…, key=…)` runs in the sandbox."""
-    return not any(map(starred, args)) and all(each.arg in KEYWORDS for each in keywords)
+def can_call(function: ast.expr, args: Sequence[ast.expr], keywords: Sequence[ast.keyword]) -> bool:
+    """A known function without starred arguments and functions as arguments: `sorted(…, key=…)` runs in the sandbox."""
+    is_plain = not any(map(starred, args)) and all(each.arg in KEYWORDS for each in keywords)
+    return is_plain and function_name(function) in FUNCTIONS
 
 
 def function_name(node: ast.expr) -> str:

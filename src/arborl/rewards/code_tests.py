@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from arborl.chat.formats.fence import FenceParser
+from arborl.chat.formats.text_formats import FenceParser
 from arborl.rewards.answers import field_of, last_tagged
 from arborl.rewards.asserts import Asserts, read_asserts
 from arborl.sandbox import SandboxLimits, SandboxResult, run_code
@@ -38,7 +38,19 @@ class CodeCase:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     asserts: Asserts | None = None
 
+    def request(self) -> list[Any]:
+        """What the sandbox receives, without expected values."""
+        if self.asserts is not None:
+            return [[step.code, step.is_expression] for step in self.asserts.steps]
+        return [self.function, list(self.args), dict(self.kwargs)]
 
+    def passes(self, answers: list[Any]) -> bool:
+        if self.asserts is not None:
+            return self.asserts.hold(answers)
+        return len(answers) == 1 and same_value(answers[0], self.expected)
+
+
+@dataclass(eq=False)
 class CodeTests:
     """1 if the code of the final answer passes all tests, else 0; or the share of tests passed.
 
@@ -50,30 +62,26 @@ class CodeTests:
 
     Example:
         rewards: [{name: code_tests, args: {partial: true, seconds: 2}}]
-
-    Args:
-        field: of the task, with the tests.
-        partial: return the share of tests passed.
-        seconds: CPU time of a program, or of all function calls together.
-        memory_mb: memory of a run.
-        max_cases: number of tests that are run.
     """
 
     name = "code_tests"
     sandboxed = True
 
-    def __init__(
-        self,
-        field: str = "tests",
-        partial: bool = False,
-        seconds: float = 5.0,
-        memory_mb: int = 256,
-        max_cases: int = 50,
-    ):
-        if max_cases < 1:
-            raise ValueError(f"max_cases={max_cases}: give 1 or more")
-        self.field, self.partial, self.max_cases = field, partial, max_cases
-        self.limits = SandboxLimits(wall_seconds=2 * seconds, cpu_seconds=seconds, memory_mb=memory_mb)
+    field: str = "tests"
+    """Of the task, with the tests."""
+    partial: bool = False
+    """Return the share of tests passed."""
+    seconds: float = 5.0
+    """CPU time of a program, or of all function calls together."""
+    memory_mb: int = 256
+    """Memory of a run."""
+    max_cases: int = 50
+    """Number of tests that are run."""
+
+    def __post_init__(self) -> None:
+        if self.max_cases < 1:
+            raise ValueError(f"max_cases={self.max_cases}: give 1 or more")
+        self.limits = SandboxLimits(wall_seconds=2 * self.seconds, cpu_seconds=self.seconds, memory_mb=self.memory_mb)
 
     async def __call__(self, episode: Episode) -> float:
         cases = read_cases(field_of(episode, self.field, f"reward {self.name!r}"))[: self.max_cases]
@@ -85,7 +93,6 @@ class CodeTests:
 
 
 def final_code(text: str) -> str:
-    """The code in an answer."""
     fenced = [call.arguments["code"] for call in FenceParser().parse(text) if call.error is None]
     if fenced:
         return str(fenced[-1])
@@ -107,19 +114,12 @@ def read_cases(tests: Any) -> list[CodeCase]:
 
 def _taco_rows(tests: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """TACO's format: inputs are lists of arguments of a function, or texts (or lists of lines) for a program."""
-    name, rows = tests.get("fn_name"), zip(tests["inputs"], tests.get("outputs", ()), strict=True)
-    if not name:
-        return [{"input": _lines(before), "output": _lines(after)} for before, after in rows]
-    return [{"function": name, "args": before, "returns": _unwrap(after)} for before, after in rows]
-
-
-def _lines(value: Any) -> str:
-    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _unwrap(value: Any) -> Any:
-    """TACO wraps what a function returns in a list of one."""
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
+    name, rows = tests.get("fn_name"), list(zip(tests["inputs"], tests.get("outputs", ()), strict=True))
+    if name:  # the returned value is wrapped in a list of one
+        values = [after[0] if isinstance(after, list) and len(after) == 1 else after for _, after in rows]
+        return [{"function": name, "args": row[0], "returns": value} for row, value in zip(rows, values, strict=True)]
+    lines = [["\n".join(map(str, one)) if isinstance(one, list) else str(one) for one in row] for row in rows]
+    return [{"input": before, "output": after} for before, after in lines]
 
 
 def _case(row: Any) -> CodeCase:
@@ -150,7 +150,6 @@ async def run_cases(code: str, cases: Sequence[CodeCase], run: RunCode) -> list[
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Equal line by line, without trailing white space."""
 
     def lines(text: str) -> list[str]:
         return [line.rstrip() for line in text.strip().splitlines()]
@@ -159,26 +158,11 @@ def same_output(printed: str, expected: str) -> bool:
 
 
 async def _call_all(code: str, cases: Sequence[CodeCase], run: RunCode) -> list[bool]:
-    """Run function calls and asserts in one process."""
     if not cases:
         return []
-    rows = [_request(case) for case in cases]
-    program, mark = harness(code, rows)
+    program, mark = harness(code, [case.request() for case in cases])
     answers = read_answers((await run(program, "")).stdout, mark)
-    return [number in answers and _passes(case, answers[number]) for number, case in enumerate(cases)]
-
-
-def _request(case: CodeCase) -> list[Any]:
-    """What the sandbox receives of a case, without expected values."""
-    if case.asserts is not None:
-        return [[step.code, step.is_expression] for step in case.asserts.steps]
-    return [case.function, list(case.args), dict(case.kwargs)]
-
-
-def _passes(case: CodeCase, answers: list[Any]) -> bool:
-    if case.asserts is not None:
-        return case.asserts.hold(answers)
-    return len(answers) == 1 and same_value(answers[0], case.expected)
+    return [number in answers and case.passes(answers[number]) for number, case in enumerate(cases)]
 
 
 # ------------------------------------------------------------------------------------------------ values
@@ -274,7 +258,6 @@ def read_answers(printed: str, mark: str) -> dict[int, list[Any]]:
 
 
 def unpack(value: Any) -> Any:
-    """A value of the code, as built-in types."""
     if isinstance(value, list):
         return [unpack(part) for part in value]
     if not isinstance(value, dict):
@@ -320,7 +303,7 @@ def as_json_value(value: Any) -> Any:
 
 
 def _key(key: Any) -> str:
-    return key if isinstance(key, str) else json.dumps(key) if isinstance(key, bool | None) else str(key)
+    return json.dumps(key) if isinstance(key, bool | None) else str(key)
 
 
 def _same(value: Any, expected: Any) -> bool:

@@ -70,13 +70,7 @@ class Efficient:
 
 
 def efficiency(calls: int, fewest: int, smooth: float = 1.0) -> float:
-    """1 for the fewest calls, decreasing to 0.
-
-    Example:
-        efficiency(2, 2)      # 1.0
-        efficiency(6, 2)      # sin(3π/4) = 0.707…
-        efficiency(1, 0)      # cos(π/3) = 0.5
-    """
+    """1 for the fewest calls, decreasing to 0."""
     if fewest == 0:
         return 1.0 if calls == 0 else max(0.0, math.cos(calls * math.pi / (2 * calls + smooth)))
     effective = 2 * calls * fewest / (calls + fewest)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+from dataclasses import dataclass
 from typing import Literal
 
 import httpx
 
 from arborl.errors import paused_deadlines
+from arborl.retry import BUSY_STATUS, backoff_waits, retry
 from arborl.rewards.answers import PenalizedReward, count_sentences, exact_match, field_of, final_part
 from arborl.types import Episode
 
-RETRY_STATUS = (408, 409, 429, 500, 502, 503, 504)
 PROMPT = """\
 Decide whether an answer to a question says the same as the correct answer. Wording does not matter, facts do.
 
@@ -30,42 +31,40 @@ End your reply with \\boxed{{True}} if the answer is correct, else with \\boxed{
 BOXED = re.compile(r"\\boxed\{\s*(True|False)\s*\}", re.IGNORECASE)
 
 
+@dataclass(eq=False)
 class ChatEndpoint:
-    """Completes prompts at temperature 0, with retries.
+    """Completes prompts at temperature 0, with retries."""
 
-    Args:
-        model: name of the model; the environment variable `OPENAI_MODEL` by default.
-        base_url: of the endpoint, up to `/v1`; `OPENAI_BASE_URL` by default.
-        key: name of the environment variable with the API key.
-        retries: further attempts if the server is busy or unreachable.
-        wait: seconds before the second attempt; doubled each time.
-        seconds: timeout of one attempt.
-        concurrency: concurrent requests.
-    """
+    model: str | None = None
+    """Name of the model; the environment variable `OPENAI_MODEL` by default."""
+    base_url: str | None = None
+    """Of the endpoint, up to `/v1`; `OPENAI_BASE_URL` by default."""
+    key: str = "OPENAI_API_KEY"
+    """Name of the environment variable with the API key."""
+    retries: int = 2
+    """Further attempts if the server is busy or unreachable."""
+    wait: float = 2.0
+    """Seconds before the second attempt; doubled each time."""
+    seconds: float = 20.0
+    """Timeout of one attempt."""
+    concurrency: int = 32
+    """Concurrent requests."""
 
-    def __init__(
-        self,
-        model: str | None = None,
-        base_url: str | None = None,
-        key: str = "OPENAI_API_KEY",
-        retries: int = 2,
-        wait: float = 2.0,
-        seconds: float = 20.0,
-        concurrency: int = 32,
-    ):
-        self.model = model or os.environ.get("OPENAI_MODEL", "")
-        self.base_url = (base_url or os.environ.get("OPENAI_BASE_URL", "")).rstrip("/")
+    def __post_init__(self) -> None:
+        self.model = self.model or os.environ.get("OPENAI_MODEL", "")
+        self.base_url = (self.base_url or os.environ.get("OPENAI_BASE_URL", "")).rstrip("/")
         if not self.model or not self.base_url:
             raise ValueError("the judge needs model and base_url; give both, or set OPENAI_MODEL and OPENAI_BASE_URL")
-        if concurrency < 1 or retries < 0:
-            raise ValueError(f"concurrency={concurrency}, retries={retries}: give at least 1, and at least 0")
-        self.key, self.retries, self.wait, self.seconds = key, retries, wait, seconds
-        self.concurrency = concurrency
+        if self.concurrency < 1 or self.retries < 0:
+            raise ValueError(f"concurrency={self.concurrency}, retries={self.retries}: give at least 1, and at least 0")
         self._semaphore: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
-    async def __call__(self, prompt: str) -> str:
-        """The completion of the prompt."""
-        body = {"model": self.model, "temperature": 0, "messages": [{"role": "user", "content": prompt}]}
+    async def complete(self, prompt: str) -> str:
+        body: dict[str, object] = {
+            "model": self.model,
+            "temperature": 0,
+            "messages": [{"role": "user", "content": prompt}],
+        }
         key = os.environ.get(self.key, "")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         semaphore = self._loop_semaphore()
@@ -78,17 +77,17 @@ class ChatEndpoint:
             semaphore.release()
 
     async def _post(self, client: httpx.AsyncClient, body: dict[str, object]) -> str:
-        for attempt in range(self.retries + 1):
-            try:
-                reply = await client.post(f"{self.base_url}/chat/completions", json=body)
-                if reply.status_code not in RETRY_STATUS or attempt == self.retries:
-                    reply.raise_for_status()
-                    return content_of(reply)
-            except httpx.TransportError:
-                if attempt == self.retries:
-                    raise
-            await asyncio.sleep(self.wait * 2**attempt)
-        raise AssertionError("the last attempt returns or raises")
+        reply = await retry(
+            lambda: client.post(f"{self.base_url}/chat/completions", json=body),
+            backoff_waits(self.retries, self.wait),
+            lambda reply: reply.status_code in BUSY_STATUS,
+            (httpx.TransportError,),
+        )
+        reply.raise_for_status()
+        try:
+            return str(reply.json()["choices"][0]["message"]["content"] or "")
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"the judge's reply is not a chat completion: {reply.text[:200]!r}") from error
 
     def _loop_semaphore(self) -> asyncio.Semaphore:
         """The semaphore of the running event loop; training and a later evaluation have one each."""
@@ -98,53 +97,23 @@ class ChatEndpoint:
         return self._semaphore[1]
 
 
-def content_of(reply: httpx.Response) -> str:
-    """The text of a chat completion; ValueError if it is malformed."""
-    try:
-        return str(reply.json()["choices"][0]["message"]["content"] or "")
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"the judge's reply is not a chat completion: {reply.text[:200]!r}") from error
-
-
-class Judge(PenalizedReward):
+@dataclass(eq=False)
+class Judge(ChatEndpoint, PenalizedReward):
     """`right` or `wrong`, by the verdict of a model.
 
     The episode fails if the judge is unreachable or gives no verdict; with `fallback="exact"` the texts are compared
     instead.
-
-    Args:
-        model, base_url, key, retries, wait, seconds, concurrency: see `ChatEndpoint`.
-        right, wrong: values of the two verdicts.
-        fallback: `fail`, or `exact`.
-        field: of the task, with the correct answer.
-        max_sentences: longer answers are invalid and not judged.
-        exceeded, too_few_turns, invalid: see `PenalizedReward`.
     """
 
-    def __init__(
-        self,
-        model: str | None = None,
-        base_url: str | None = None,
-        key: str = "OPENAI_API_KEY",
-        retries: int = 2,
-        wait: float = 2.0,
-        seconds: float = 20.0,
-        concurrency: int = 32,
-        right: float = 1.0,
-        wrong: float = -0.5,
-        fallback: Literal["fail", "exact"] = "fail",
-        field: str = "answer",
-        max_sentences: int = 3,
-        invalid: float = -1.0,
-        exceeded: float = -1.0,
-        too_few_turns: float = -1.0,
-    ):
-        super().__init__(exceeded, too_few_turns, invalid)
-        self.complete = ChatEndpoint(model, base_url, key, retries, wait, seconds, concurrency)
-        if fallback not in ("fail", "exact"):
-            raise ValueError(f"fallback={fallback!r}: give fail or exact")
-        self.right, self.wrong, self.fallback = right, wrong, fallback
-        self.field, self.max_sentences = field, max_sentences
+    fallback: Literal["fail", "exact"] = "fail"
+    """`fail`, or `exact`."""
+    max_sentences: int = 3
+    """Longer answers are invalid and not judged."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fallback not in ("fail", "exact"):
+            raise ValueError(f"fallback={self.fallback!r}: give fail or exact")
 
     async def judge(self, episode: Episode) -> float:
         answer = final_part(episode.answer)
@@ -153,16 +122,13 @@ class Judge(PenalizedReward):
         gold = str(field_of(episode, self.field, "reward 'judge'"))
         question = next((m.content for m in reversed(episode.opening or episode.task.messages) if m.role == "user"), "")
         try:
-            is_right = await self._verdict(PROMPT.format(question=question, gold=gold, answer=answer))
+            text = await self.complete(PROMPT.format(question=question, gold=gold, answer=answer))
+            verdicts = BOXED.findall(text)
+            if not verdicts:
+                raise ValueError(f"the judge gave no verdict: {text[-200:]!r}")
+            is_right = verdicts[-1].lower() == "true"
         except (httpx.HTTPError, ValueError):
             if self.fallback == "fail":
                 raise
             is_right = exact_match(answer, gold) == 1.0
         return self.right if is_right else self.wrong
-
-    async def _verdict(self, prompt: str) -> bool:
-        text = await self.complete(prompt)
-        verdicts = BOXED.findall(text)
-        if not verdicts:
-            raise ValueError(f"the judge gave no verdict: {text[-200:]!r}")
-        return bool(verdicts[-1].lower() == "true")

@@ -41,7 +41,6 @@ class RewardModelRecord:
 
     @classmethod
     def read(cls, folder: Path) -> RewardModelRecord:
-        """The record of a folder, or the default."""
         file = folder / RECORD_FILE
         if not file.exists():
             return cls()
@@ -130,7 +129,6 @@ class RewardModel(Reward):
                     future.exception()
 
     def tokens(self, episode: Episode) -> list[int]:
-        """Token ids of the conversation."""
         return conversation_tokens(self.renderer, conversation(episode), self.max_tokens)
 
     async def _work(self) -> None:
@@ -176,7 +174,6 @@ def conversation(episode: Episode) -> list[Message]:
 
 
 def up_to_reply(messages: Sequence[Message]) -> list[Message]:
-    """The messages up to the last one of the assistant."""
     last = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=len(messages))
     return list(messages[: last + 1])
 
@@ -188,8 +185,8 @@ def conversation_tokens(renderer: Renderer, messages: Sequence[Message], max_tok
 
 
 class NeuralReward(RewardFunction):
-    """A trained reward model as a reward of turns. `NeuralRewardTrainer` makes it; the folder is an ordinary one of
-    transformers, and `{name: reward_model, args: {path: FOLDER}}` in a configuration is the same reward.
+    """A trained reward model as a reward of turns, made by `NeuralRewardTrainer`. The configuration
+    `{name: reward_model, args: {path: FOLDER}}` is the same reward.
 
     Args:
         path: folder of the model.
@@ -211,7 +208,7 @@ class NeuralReward(RewardFunction):
         dtype: str = "float32",
         batch: int = 8,
     ):
-        super().__init__(weight, name)
+        super().__init__(weight, name or "")
         self.model = RewardModel(str(path), device, dtype, batch)
 
     async def __call__(self, episode: Episode) -> float:

@@ -108,14 +108,12 @@ def _tagged(text: str, gold: Any) -> float:
     """1 if the words in the last `<answer>` match one of the right answers."""
     gold = gold.get("target") if isinstance(gold, Mapping) else gold
     match = last_tagged(text, "answer")
-    return (
-        max((exact_match(match, str(one)) for one in (gold if isinstance(gold, list) else [gold])), default=0.0)
-        if match
-        else 0.0
-    )
+    golds = gold if isinstance(gold, list) else [gold]
+    return max((exact_match(match, str(one)) for one in golds), default=0.0) if match else 0.0
 
 
 def _final(text: str, gold: Any) -> float:
+    """1 if the final answer is right."""
     return float(equal(final_part(text), str(gold)))
 
 
@@ -126,15 +124,10 @@ RULES: dict[str, Callable[[str, Any], float]] = (
     | dict.fromkeys(("numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_synthetic_amc",
                      "numina_cn_k12", "numina_olympiads"), _final)
 )  # fmt: skip
-"""Source -> rule; see `rule_of` for families of sources."""
+"""Source -> rule."""
+FAMILIES = {"aime": _signed, "searchR1_": _tagged}
+"""First letters of sources -> rule."""
 CODE_SOURCES = ("codecontests", "apps", "codeforces", "taco")
-
-
-def rule_of(source: str) -> Callable[[str, Any], float] | None:
-    """The rule of a source, or None."""
-    if source.startswith("aime"):
-        return _signed
-    return _tagged if source.startswith("searchR1_") else RULES.get(source)
 
 
 class DataSource:
@@ -154,7 +147,8 @@ class DataSource:
         source = str(field_of(episode, "data_source", "reward 'data_source'"))
         if source in CODE_SOURCES:
             return await self.code(episode)
-        rule = rule_of(source)
+        families = (rule for family, rule in FAMILIES.items() if source.startswith(family))
+        rule = next(families, RULES.get(source))
         if rule is None:
             raise LookupError(
                 f"no rule for data_source={source!r}. Write rewards=[equal], or a custom function: "

@@ -39,16 +39,11 @@ MAIN_THREAD_ADVICE = (
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call returns a coroutine."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 async def call(function: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    """The awaited result of `function(*args, **more)`; a sync function runs in a thread.
-
-    Example:
-        verdict = await call(judge, prompt)
-    """
+    """The awaited result of `function(*args, **more)`; a sync function runs in a thread."""
     return await (function(*args, **more) if is_async(function) else call_in_thread(function, *args, **more))
 
 

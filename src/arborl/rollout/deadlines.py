@@ -24,7 +24,6 @@ from arborl.rewards.reward import Rewards
 log = logging.getLogger(__name__)
 
 ENGINE = "engine"
-"""Name of the engine in errors."""
 POLL_SECONDS = 0.5
 BLOCKED_SECONDS = 2.0
 """Time without progress of the event loop before the watchdog warns."""
@@ -34,16 +33,8 @@ async def call_with_deadline(
     where: str, seconds: float | None, function: Callable[..., Any], *args: Any, **more: Any
 ) -> Any:
     """The result of `function(*args)`, awaited if it is awaitable. Errors are attributed to `where`, as in `boundary`.
-
     A blocking call cannot be interrupted from its own event loop. It fails after it returns, as it would in a thread:
-    the result of an episode does not depend on where its environment runs.
-
-    Args:
-        where: name of the callee.
-        seconds: timeout.
-        function: sync or async.
-        args, more: its arguments.
-    """
+    the result of an episode does not depend on where its environment runs."""
     if seconds is None:
         return await call_without_deadline(where, function, *args, **more)
     start = time.perf_counter()
@@ -119,18 +110,11 @@ CALLING_CODE = (call_with_deadline.__code__, call_without_deadline.__code__, Rew
 
 
 class EventLoopWatchdog:
-    """Warns once for each place in the code that blocks the event loop. It runs in a thread.
-
-    Code in the event loop (agents, async tools and rewards, environments with `blocking = False`) that calls
-    `time.sleep` stops every episode, every deadline and Ctrl-C. It cannot be interrupted, but it can be named.
-
-    Example:
-        with EventLoopWatchdog():
-            await play()
-    """
+    """Warns once for each place in the code that blocks the event loop. It runs in a thread. Code in the event loop
+    (agents, async tools and rewards, environments with `blocking = False`) that calls `time.sleep` stops every episode,
+    every deadline and Ctrl-C. It cannot be interrupted, but it can be named."""
 
     reported: ClassVar[set[str]] = set()
-    """Places that this process has reported."""
 
     def __init__(self) -> None:
         self.is_over, self.is_alive = threading.Event(), threading.Event()

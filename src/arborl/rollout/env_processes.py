@@ -23,7 +23,7 @@ import traceback
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,23 +31,21 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from arborl import sandbox
+from arborl.child_process import supervised_command
 from arborl.envs.env import Env, Observation, Step
 from arborl.errors import ArborError
-from arborl.rollout.env_threads import EnvThread, ThreadPool
+from arborl.rollout.env_threads import ElsewhereEnv, EnvThread, ThreadPool, set_outcome
 from arborl.types import Message, Metrics, Task
 
 if TYPE_CHECKING:
     from numpy.random import Generator
-    from PIL.Image import Image
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
-"""Time between two checks for overdue requests."""
 MAX_LOSSES = 8
 """Processes that an episode may lose before it fails."""
 START_SECONDS = 60.0
-"""Time in which a process must start."""
 UNSAFE = "--allow-unsafe"
 """Passes `sandbox.allow_unsafe` on to the process."""
 MAKE, DROP, RANDOM = "make", "drop", "random"
@@ -60,8 +58,6 @@ class WorkerLost(ArborError):
 
 @dataclass(frozen=True, slots=True)
 class PendingRequest:
-    """A request without an answer."""
-
     outcome: Future[Any]
     where: str
     deadline: float
@@ -120,11 +116,11 @@ class EnvProcess(ABC):
         if request is None:
             return
         if is_result:
-            _set_outcome(request.outcome, value, None)
+            set_outcome(request.outcome, value, None)
         else:
             error, trace = value
             error.add_note(trace)
-            _set_outcome(request.outcome, None, error)
+            set_outcome(request.outcome, None, error)
 
     def _kill_overdue(self) -> None:
         now = time.monotonic()
@@ -140,12 +136,11 @@ class EnvProcess(ABC):
         log.warning("a process of %d environments is lost; they are restarted in another: %s", self.num_envs, reason)
 
     def _fail_pending(self) -> None:
-        """Fail all pending requests after the process has ended."""
         with self.lock:
             self.lost = True
             pending, self.pending = self.pending, {}
         for request in pending.values():
-            _set_outcome(request.outcome, None, WorkerLost(self.loss_reason()))
+            set_outcome(request.outcome, None, WorkerLost(self.loss_reason()))
 
     @property
     def failed_to_start(self) -> bool:
@@ -158,20 +153,14 @@ class EnvProcess(ABC):
         return self.exit_reason()
 
 
-def _set_outcome(outcome: Future[Any], value: Any, error: BaseException | None) -> None:
-    with suppress(InvalidStateError):  # cancelled
-        outcome.set_exception(error) if error is not None else outcome.set_result(value)
-
-
 class LocalEnvProcess(EnvProcess):
-    """A process on this host, behind a pipe."""
-
     def __init__(self, alone: bool = False) -> None:
         super().__init__(alone, START_SECONDS)
         ours, theirs = socket.socketpair()
-        flags = [UNSAFE] if sandbox.unsafe_allowed() else []
+        command = [sys.executable, "-P", "-m", "arborl.rollout.env_processes", str(theirs.fileno())]
+        command += [UNSAFE] if sandbox.unsafe_allowed() else []
         self.child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "arborl.rollout.env_processes", str(theirs.fileno()), *flags],
+            supervised_command(command, keep_stderr=True),
             pass_fds=[theirs.fileno()],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             stdin=subprocess.DEVNULL,
@@ -187,14 +176,12 @@ class LocalEnvProcess(EnvProcess):
 
     def kill(self) -> None:
         self.lost = True
-        with suppress(ProcessLookupError):
-            os.killpg(self.child.pid, signal.SIGKILL)
+        self.child.terminate()
 
     def exit_reason(self) -> str:
         return f"its process is gone, exit code {self.child.poll()}"
 
     def _listen(self) -> None:
-        """Receive answers and check deadlines until the process ends."""
         last_check = time.monotonic()
         try:
             while True:
@@ -222,14 +209,6 @@ async def _wait_for(outcome: Future[Any]) -> Any:
 
 
 class ProcessPool:
-    """The processes of a rollout, started on demand.
-
-    Args:
-        per_process: environments in one process; 0 divides them among all processes.
-        most: largest number of processes; by default the number of cores.
-        start: starts a process; its argument is whether the process is for one environment alone.
-    """
-
     def __init__(
         self, per_process: int = 0, most: int | None = None, start: Callable[[bool], EnvProcess] = LocalEnvProcess
     ):
@@ -283,18 +262,9 @@ def _kill_all(processes: list[EnvProcess]) -> None:
         processes.pop().kill()
 
 
-class ProcessEnv(Env):
-    """An environment in a process.
-
-    It enforces the deadline of a call by killing the process. The time to start another process and to restore the
-    state there does not count.
-
-    Args:
-        env: a new environment; it is pickled.
-        pool: of the processes.
-        where: name of the environment, for errors.
-        seconds: timeout of one call.
-    """
+class ProcessEnv(ElsewhereEnv):
+    """An environment in a process. It enforces the deadline of a call by killing the process. The time to start another
+    process and to restore the state there does not count."""
 
     def __init__(self, env: Env, pool: ProcessPool, where: str, seconds: float):
         try:
@@ -314,7 +284,6 @@ class ProcessEnv(Env):
         self.lost_since: float | None = None
         """Start of the call that lost its process, until the state is restored."""
         self.is_stuck = False
-        """The last call was given up before it returned."""
         self.history: list[tuple[str, tuple[Any, ...]]] = []
         self.final_metrics: Metrics = {}
 
@@ -426,31 +395,13 @@ class ProcessEnv(Env):
     def metrics(self) -> Metrics:
         return self.final_metrics if self.process is None else self._call_sync("metrics")  # type: ignore[no-any-return]
 
-    def actions(self) -> list[str]:
-        return self._call_sync("actions")  # type: ignore[no-any-return]
-
-    def oracle(self) -> str | None:
-        return self._call_sync("oracle")  # type: ignore[no-any-return]
-
-    def random(self, chance: Generator) -> str | None:
-        text, chance.bit_generator.state = self._call_sync(RANDOM, chance)
+    def random(self, rng: Generator) -> str | None:
+        text, rng.bit_generator.state = self._call_sync(RANDOM, rng)
         return text  # type: ignore[no-any-return]
 
-    def state_key(self) -> str:
-        return self._call_sync("state_key")  # type: ignore[no-any-return]
-
-    def snapshot(self) -> Any:
-        return self._call_sync("snapshot")
-
     def restore(self, snapshot: Any) -> None:
-        self._call_sync("restore", snapshot)
+        super().restore(snapshot)
         self.history = [*self.history[:1], ("restore", (snapshot,))]
-
-    def render(self) -> str:
-        return self._call_sync("render")  # type: ignore[no-any-return]
-
-    def picture(self) -> Image | None:
-        return self._call_sync("picture")  # type: ignore[no-any-return]
 
 
 # ------------------------------------------------------------------------------------------------ inside the process
@@ -495,7 +446,6 @@ class EnvServer:
 
 
 def serve(pipe: Connection) -> None:
-    """Answer requests until the pipe is closed."""
     server, lock = EnvServer(), threading.Lock()
 
     def answer(packed: bytes) -> None:

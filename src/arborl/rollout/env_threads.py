@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 IDLE_SECONDS = 10.0
-"""Time after which an idle thread ends."""
 OTHER_LOOP = re.compile(r"a different (event )?loop")
 OTHER_LOOP_ADVICE = (
     "An environment in a thread has its own event loop. Make objects of a loop (clients, locks) in reset(), "
@@ -57,9 +56,8 @@ class EnvThread:
         self.jobs.put(job)
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
-        """Run `function()` in the thread; an awaitable result is awaited there."""
         outcome: Future[Any] = Future()
-        self.submit(lambda: _set_outcome(outcome, lambda: self.run_awaitable(function())))
+        self.submit(lambda: _set_result_of(outcome, lambda: self.run_awaitable(function())))
         return outcome
 
     def wait(self, what: str, seconds: float, function: Callable[[], Any]) -> Any:
@@ -105,20 +103,20 @@ class EnvThread:
             self.loop.close()
 
 
-def _set_outcome(outcome: Future[Any], function: Callable[[], Any]) -> None:
-    value: Any = None
-    error: BaseException | None = None
+def _set_result_of(outcome: Future[Any], function: Callable[[], Any]) -> None:
     try:
-        value = function()
-    except RuntimeError as raised:
-        text = f"{raised}. {OTHER_LOOP_ADVICE}" if OTHER_LOOP.search(str(raised)) else ""
-        error = RuntimeError(text).with_traceback(raised.__traceback__) if text else raised
-    except Exception as raised:
-        error = raised
-    except BaseException as raised:  # SystemExit, KeyboardInterrupt, CancelledError end the call alone
-        error = RuntimeError(f"{type(raised).__name__}: {raised}").with_traceback(raised.__traceback__)
-    if isinstance(error, StopIteration):  # a future cannot hold it
-        error = RuntimeError(f"StopIteration: {error}").with_traceback(error.__traceback__)
+        set_outcome(outcome, function(), None)
+    except BaseException as error:
+        text = f"{type(error).__name__}: {error}"
+        is_other_loop = isinstance(error, RuntimeError) and OTHER_LOOP.search(str(error))
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            text = f"{error}. {OTHER_LOOP_ADVICE}" if is_other_loop else ""
+        # StopIteration cannot be raised by a future; SystemExit, KeyboardInterrupt, CancelledError end the call alone
+        raised = RuntimeError(text).with_traceback(error.__traceback__) if text else error
+        set_outcome(outcome, None, raised)
+
+
+def set_outcome(outcome: Future[Any], value: Any, error: BaseException | None) -> None:
     with suppress(InvalidStateError):  # cancelled
         outcome.set_exception(error) if error is not None else outcome.set_result(value)
 
@@ -130,7 +128,6 @@ class ThreadPool:
         self.lock = threading.Lock()
         self.idle: list[EnvThread] = []
         self.left = AbandonedCalls()
-        """Abandoned threads whose call has not returned."""
         self.num_abandoned = 0
 
     def take(self) -> EnvThread:
@@ -140,19 +137,6 @@ class ThreadPool:
     def give_back(self, thread: EnvThread) -> None:
         with self.lock:
             self.idle.append(thread)
-
-    def abandon(self, thread: EnvThread, last: Job, name: str, deadline: float) -> None:
-        """Stop waiting for the thread's call. When the call returns, the thread runs `last` and ends.
-
-        Args:
-            thread: the thread.
-            last: its last job.
-            name: of the environment.
-            deadline: of the call, in `time.monotonic()`.
-        """
-        self.left.add(thread, name, deadline)
-        self.num_abandoned += 1
-        thread.end(last)
 
     def retire(self, thread: EnvThread) -> bool:
         """Whether an idle thread may end; False if it was just taken."""
@@ -168,26 +152,47 @@ class ThreadPool:
         return {"rollout/threads_abandoned": float(abandoned), "rollout/threads_stuck": float(len(self.left.calls))}
 
 
-class ThreadEnv(EnvWrapper):
-    """An environment that is made and called in one thread.
+class ElsewhereEnv(Env):
+    """An environment in a thread or a process; its plain methods are called there and waited for."""
 
-    Args:
-        pool: of the threads.
-        name: of the environment, for errors.
-        seconds: timeout of one call.
-    """
+    def _call_sync(self, method: str, *args: Any) -> Any:
+        raise NotImplementedError
 
+    def actions(self) -> list[str]:
+        return self._call_sync("actions")  # type: ignore[no-any-return]
+
+    def oracle(self) -> str | None:
+        return self._call_sync("oracle")  # type: ignore[no-any-return]
+
+    def random(self, rng: Generator) -> str | None:
+        return self._call_sync("random", rng)  # type: ignore[no-any-return]
+
+    def state_key(self) -> str:
+        return self._call_sync("state_key")  # type: ignore[no-any-return]
+
+    def snapshot(self) -> Any:
+        return self._call_sync("snapshot")
+
+    def restore(self, snapshot: Any) -> None:
+        self._call_sync("restore", snapshot)
+
+    def render(self) -> str:
+        return self._call_sync("render")  # type: ignore[no-any-return]
+
+    def picture(self) -> Image | None:
+        return self._call_sync("picture")  # type: ignore[no-any-return]
+
+
+class ThreadEnv(ElsewhereEnv, EnvWrapper):
     def __init__(self, pool: ThreadPool, name: str, seconds: float):
         self.pool, self.name, self.seconds = pool, name, seconds
         self.thread: EnvThread | None = None
         self.deadline = 0.0
-        """Of the last call."""
         self.is_stuck = False
         """The last call was given up before it returned."""
         self.final_metrics: Metrics | None = None
 
     async def open(self, make: Callable[[], Env]) -> None:
-        """Make the environment in its thread."""
         try:
             async with boundary(self.name, self.seconds):
                 self.env = await self._call(make)
@@ -220,7 +225,9 @@ class ThreadEnv(EnvWrapper):
         if thread is None:
             return
         if self.is_stuck:
-            self.pool.abandon(thread, last, self.name, self.deadline)
+            self.pool.left.add(thread, self.name, self.deadline)
+            self.pool.num_abandoned += 1
+            thread.end(last)
         else:
             self.pool.give_back(thread)
 
@@ -242,7 +249,6 @@ class ThreadEnv(EnvWrapper):
             self.is_stuck = outcome.cancelled()
 
     def _call_sync(self, method: str, *args: Any) -> Any:
-        """Call a method in the thread and wait for it without the event loop."""
         function = functools.partial(getattr(self.env, method), *args)
         if self.thread is None:
             return function()
@@ -255,27 +261,3 @@ class ThreadEnv(EnvWrapper):
 
     def metrics(self) -> Metrics:
         return self._call_sync("metrics") if self.final_metrics is None else self.final_metrics  # type: ignore[no-any-return]
-
-    def actions(self) -> list[str]:
-        return self._call_sync("actions")  # type: ignore[no-any-return]
-
-    def oracle(self) -> str | None:
-        return self._call_sync("oracle")  # type: ignore[no-any-return]
-
-    def random(self, chance: Generator) -> str | None:
-        return self._call_sync("random", chance)  # type: ignore[no-any-return]
-
-    def state_key(self) -> str:
-        return self._call_sync("state_key")  # type: ignore[no-any-return]
-
-    def snapshot(self) -> Any:
-        return self._call_sync("snapshot")
-
-    def restore(self, snapshot: Any) -> None:
-        self._call_sync("restore", snapshot)
-
-    def render(self) -> str:
-        return self._call_sync("render")  # type: ignore[no-any-return]
-
-    def picture(self) -> Image | None:
-        return self._call_sync("picture")  # type: ignore[no-any-return]

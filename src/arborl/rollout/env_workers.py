@@ -16,16 +16,7 @@ KILLABLE = " Give its calls a timeout, or write rollout.workers=process: process
 
 
 class Workers:
-    """Places environments in the event loop, in threads or in processes.
-
-    Args:
-        kind: `auto`, `thread`, `process` or `none`; see `rollout.workers`.
-        per_process: environments in one process; 0 divides them among the cores.
-        processes: pool of processes; by default of this host.
-
-    Example:
-        env, name = await workers.place(FrozenLake, "frozen_lake", seconds=30)
-    """
+    """Places environments in the event loop, in threads or in processes."""
 
     def __init__(self, kind: str = "auto", per_process: int = 0, processes: ProcessPool | None = None):
         self.kind = kind
@@ -55,15 +46,8 @@ class Workers:
                 self.non_blocking.add(name)
 
     async def place(self, make: Callable[[], Env], name: str | None, seconds: float) -> tuple[Env, str]:
-        """The environment, wrapped if it runs elsewhere, and its name.
-
-        It is made where it runs: what it opens (a database) may belong to its thread.
-
-        Args:
-            make: returns a new environment.
-            name: for failures; by default the name of its class.
-            seconds: timeout of one call, including `make`.
-        """
+        """The environment, wrapped if it runs elsewhere, and its name. It is made where it runs: what it opens (a
+        database) may belong to its thread."""
         if self.kind == "none" or (self.kind == "auto" and name in self.non_blocking):
             env = make()
             if self.kind == "none" or not is_blocking(env):
@@ -83,10 +67,8 @@ class Workers:
         return placed, name
 
     def metrics(self) -> Metrics:
-        """Abandoned threads and replaced processes since the last call, and current numbers."""
         metrics = self.threads.metrics()
         return metrics | self.processes.metrics() if self.kind == "process" else metrics
 
     def close(self) -> None:
-        """End the processes. Threads end by themselves."""
         self.processes.close()

@@ -7,6 +7,7 @@ text).
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import pydantic_core
@@ -58,20 +59,12 @@ class EpisodeStore:
     def write(self, step: int, groups: Sequence[Group]) -> Path:
         """Write the episodes of a step atomically. Writing a step again replaces the file."""
         path = self.folder / f"step-{step:06}.jsonl"
-        temporary = path.with_name(f".{path.name}.tmp")
-        with disk_errors(path):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                with temporary.open("wb") as file:
-                    for group in groups:
-                        file.writelines(_line(episode_to_json(episode)) + b"\n" for episode in group.episodes)
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
+        with atomic_file(path) as file:
+            for group in groups:
+                file.writelines(_line(episode_to_json(episode)) + b"\n" for episode in group.episodes)
         return path
 
     def paths(self) -> list[Path]:
-        """The files, by step."""
         files = [Path(entry.path) for entry in entries_of(self.folder) if EPISODE_FILE.fullmatch(entry.name)]
         return sorted(files, key=lambda path: int(path.stem.removeprefix("step-")))
 
@@ -92,8 +85,21 @@ class EpisodeStore:
 
 
 @contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that replaces `path` when it is complete."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                yield file
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
 def episode_errors(where: str) -> Iterator[None]:
-    """Turns the errors of malformed episodes into a ConfigError."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -101,7 +107,6 @@ def episode_errors(where: str) -> Iterator[None]:
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """One line of JSON. Values that JSON lacks are converted."""
     return _line(row).decode("utf-8", "surrogatepass")
 
 
@@ -125,14 +130,13 @@ def episode_to_json(episode: Episode) -> dict[str, Any]:
         "stop": episode.stop.value,
         "rewards": dict(episode.rewards),
         "metrics": dict(episode.metrics),
-        "failure": _failure_to(episode.failure) if episode.failure else None,
+        "failure": dataclasses.asdict(episode.failure) if episode.failure else None,
         "seconds": episode.seconds,
         "turn_weight": episode.turn_weight,
     } | ({} if episode.weight == 1.0 else {"weight": episode.weight})
 
 
 def episode_from_json(row: Mapping[str, Any]) -> Episode:
-    """The inverse of `episode_to_json`."""
     return Episode(
         id=row["id"],
         task=task_from_json(row["task"]),
@@ -155,10 +159,8 @@ def episode_from_json(row: Mapping[str, Any]) -> Episode:
 
 def _calls_to(calls: Sequence[Call]) -> list[dict[str, Any]]:
     """Each prompt as `[earlier call or -1, length of the shared prefix with that call's tokens, remaining ids]`.
-
-    Written in full, the prompts of a conversation would grow with the square of its length. The messages are written
-    in the same way.
-    """
+    Written in full, the prompts of a conversation would grow with the square of its length. The messages are written in
+    the same way."""
     rows, earlier_messages = list[dict[str, Any]](), list[tuple[Message, ...]]()
     for number, call in enumerate(calls):
         prompt, completion = Tokens(call.prompt), call.completion
@@ -305,15 +307,6 @@ def _message_from(row: Mapping[str, Any]) -> Message:
     return Message(**{**row, "tool_calls": tuple(ToolCall(**call) for call in row.get("tool_calls", ()))})
 
 
-def _failure_to(failure: Failure) -> dict[str, Any]:
-    return {
-        "where": failure.where,
-        "kind": failure.kind,
-        "message": failure.message,
-        "traceback": failure.traceback,
-    }
-
-
 def _plain(value: Any) -> Any:
     """The value if it is plain JSON, else its conversion by `json`."""
     return value if _is_plain(value) else json.loads(json.dumps(value, default=_to_json_value))
@@ -344,20 +337,14 @@ EMPTY_GROUP = Group(Task(""), [])
 
 
 class BatchRecording(Protocol):
-    """Records training batches, or replays them.
+    """Records training batches, or replays them. The file has one line of JSON per group: the seed of its batch, its
+    number, the number of groups of the batch and its episodes. An incomplete batch does not count. If a resumed run
+    writes a batch again, the last one counts."""
 
-    The file has one line of JSON per group: the seed of its batch, its number, the number of groups of the batch and
-    its episodes. An incomplete batch does not count. If a resumed run writes a batch again, the last one counts.
-    """
-
-    async def batch(self, seed: int, tasks: Sequence[Task], play: PlayBatch) -> list[Group]:
-        """The groups of the batch with this seed."""
-        ...
+    async def batch(self, seed: int, tasks: Sequence[Task], play: PlayBatch) -> list[Group]: ...
 
 
 class RolloutRecorder:
-    """Samples batches and records them (`rollout.record`)."""
-
     def __init__(self, path: Path):
         self.path = path
 
@@ -381,16 +368,13 @@ class RolloutReplay:
         self.path = path
         self.batches: dict[int, list[int]] = {}
         """Seed of a batch -> offsets of its lines."""
-        self._index()
-
-    def _index(self) -> None:
         started: dict[int, list[int]] = {}
-        with self.path.open("rb") as file:
+        with path.open("rb") as file:
             while True:
                 offset, line = file.tell(), file.readline()
                 if not line.endswith(b"\n"):  # the end, or an incomplete line of a killed run
                     return
-                seed, number, of = _line_head(self.path, line)
+                seed, number, of = _line_head(path, line)
                 offsets = started[seed] = [*(started.get(seed, []) if number else []), offset]
                 if len(offsets) == max(of, 1):
                     self.batches[seed] = offsets

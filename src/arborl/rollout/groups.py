@@ -35,7 +35,6 @@ def varied(group: Group) -> bool:
 
 
 def solvable(group: Group) -> bool:
-    """At least one episode succeeds."""
     return any(episode.metrics.get("success", 0.0) >= 1 for episode in group.valid_episodes)
 
 
@@ -57,7 +56,6 @@ class GroupOptions:
     judge: Callable[[Episode], Awaitable[None]] | None = None
     """Computes the rewards of one episode when it ends. The episode is finished when this returns."""
     score: Callable[[Sequence[Group]], Awaitable[None]] | None = None
-    """Computes the rewards of complete groups."""
 
 
 DEFAULT_OPTIONS = GroupOptions()
@@ -69,17 +67,14 @@ class BatchSlot:
 
     batch: int
     at: int
-    """Index of the task in the batch."""
     tasks: Mapping[int, Task]
     spares: deque[int]
     """Indices of spare tasks of the same source, shared by all slots of that source."""
     seed: int
-    """Seed of the batch."""
     attempt: int = 0
     """How often the group was restarted because its tokens were too old."""
     running: RunningGroup | None = None
     version: Callable[[], int] = lambda: 0
-    """Returns the current policy version."""
     job: asyncio.Task[list[Group]] | None = None
     """Collects one group; none if no spare task is left; or all groups of a batch that is not sampled."""
 
@@ -128,22 +123,12 @@ def cancel_in_background(job: asyncio.Future[Any]) -> None:
 
 
 def batch_slots(tasks: Sequence[Task], seed: int, count: int | None = None, batch: int = 0) -> list[BatchSlot]:
-    """The slots of a batch of `count` groups; the other tasks are spares."""
     chosen, spares = split_spares([task.source for task in tasks], len(tasks) if count is None else count)
     numbered = dict(enumerate(tasks))
     return [BatchSlot(batch, at, numbered, spares[tasks[at].source], seed) for at in chosen]
 
 
 class GroupCollector:
-    """Collects groups.
-
-    Args:
-        play: runs one episode.
-        options: redundancy, timeout, filter and rewards.
-        counts: receives the numbers of cancelled episodes and of expired, filtered and missing groups.
-        dropped_failures: receives the failed episodes of dropped groups.
-    """
-
     def __init__(
         self,
         play: PlayEpisode,
@@ -155,11 +140,9 @@ class GroupCollector:
         self.dropped_failures = [] if dropped_failures is None else dropped_failures
 
     async def collect(self, tasks: Sequence[Task], seed: int, size: int, count: int | None = None) -> list[Group]:
-        """The groups of `count` tasks, in the order of the tasks; the other tasks are spares.
-
-        The next spare of the same source replaces a dropped group, so the batch keeps its mixture. Spares are used in
-        their order, one for each dropped group, so the result does not depend on the order in which groups finish.
-        """
+        """The groups of `count` tasks, in the order of the tasks; the other tasks are spares. The next spare of the
+        same source replaces a dropped group, so the batch keeps its mixture. Spares are used in their order, one for
+        each dropped group, so the result does not depend on the order in which groups finish."""
         slots = batch_slots(tasks, seed, count)
         async with asyncio.TaskGroup() as running:
             jobs = [running.create_task(self.fill(slot, size)) for slot in slots]
@@ -194,10 +177,8 @@ class GroupCollector:
             return True
 
     async def _group(self, slot: BatchSlot, size: int) -> Group:
-        """Run the episodes of a task until enough are finished.
-
-        A restarted group has other seeds and ids, and one redundant episode because the update waits for it.
-        """
+        """Run the episodes of a task until enough are finished. A restarted group has other seeds and ids, and one
+        redundant episode because the update waits for it."""
         task, suffix = slot.task, ("again", slot.attempt) if slot.attempt else ()
         redundancy = self.options.redundancy + (1 if slot.attempt else 0)
         running = slot.running = RunningGroup(self.options.seconds, slot.version)
@@ -231,7 +212,6 @@ class RunningGroup:
         """Policy version when the first episode started; no token is older."""
         self.jobs: list[asyncio.Future[Episode]] = []
         self.finished: list[asyncio.Future[Episode]] = []
-        """Jobs in the order in which they finish."""
         self.timer: asyncio.TimerHandle | None = None
         self.is_expired = False
 
@@ -260,7 +240,6 @@ class RunningGroup:
         return [job.result() for job in done if id(job) in first or job.result().failure is not None]
 
     def failed(self) -> list[Episode]:
-        """Finished episodes that failed."""
         done = [job.result() for job in self.jobs if job.done() and not job.cancelled() and not job.exception()]
         return [episode for episode in done if episode.failure is not None]
 
@@ -314,7 +293,7 @@ def spares_by_source(tasks: Mapping[int, Task], indices: Iterable[int]) -> dict[
 
 
 COUNTED = (
-    "cancelled", "expired", "filtered", "filtered_episodes", "filtered_failed", "filter_failed", "missing", "again",
+    "cancelled", "expired", "filtered", "filtered_episodes", "filtered_failed", "filter_failed", "missing", "retried",
 )  # fmt: skip
 
 

@@ -20,18 +20,11 @@ from arborl.data.source_factory import OfflineRows
 from arborl.types import NOT_SAMPLED, Call, Completion, Episode, FinishReason, Group, Message, StopReason, Turn
 
 ROW_KINDS: dict[str, RowKind] = {"sft": "transcripts", "dpo": "pairs", "ipo": "pairs", "kto": "labels"}
-"""Loss -> kind of rows."""
 THINK = "<think>"
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineEpisodes:
-    """Makes groups of offline tasks.
-
-    Example:
-        OfflineEpisodes(renderer, max_context=1024).groups(source.take(step=0, count=16))
-    """
-
     renderer: Renderer
     max_context: int
     """Tokens of prompt and completion; the rest is cut off."""
@@ -53,22 +46,18 @@ class OfflineEpisodes:
 
     @classmethod
     def of(cls, config: RunConfig, renderer: Renderer) -> OfflineEpisodes:
-        """From the configuration of a run."""
         with_mismatched = config.data.offline and config.algorithm.loss == "kto"
         return cls(renderer, config.sampling.max_context, with_mismatched)
 
     def rows(self, loss: str) -> OfflineRows:
-        """How the rows of this loss are read."""
         return OfflineRows(ROW_KINDS[loss], self.length, self.max_context)
 
     def length(self, task: OfflineTask) -> int:
-        """Tokens of the longest call of the task, without a limit."""
         unbounded = replace(self, max_context=10**9)
         calls = [call for one in task.responses for call in unbounded.episode(task, one, task.id).calls]
         return max(len(call.prompt) + len(call.completion.tokens) for call in calls)
 
     def episode(self, task: OfflineTask, response: OfflineResponse, name: str) -> Episode:
-        """The episode of one response."""
         episode = Episode(name, task, task.seed, task.messages, rewards={"given": response.score}, weight=task.weight)
         conversations = Conversations(self.renderer)
         messages = list(task.messages)
@@ -128,14 +117,12 @@ class OfflineEpisodes:
 
 
 def _without_think(prompt: Prompt, content: str) -> str:
-    """The content without its `<think>` if the prompt ends with it."""
     if content.startswith(THINK) and prompt.text.rstrip().endswith(THINK):
         return content.removeprefix(THINK).lstrip("\n")
     return content
 
 
 def _with_call_id(message: Message, tool_calls: dict[str, tuple[str, str]]) -> Message:
-    """A tool result with the id and the name that the call has in a rollout."""
     if message.role != "tool" or message.tool_call_id not in tool_calls:
         return message
     call_id, name = tool_calls[message.tool_call_id]

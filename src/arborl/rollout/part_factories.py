@@ -10,7 +10,7 @@ from typing import Any
 
 from arborl.agents.agent_interface import Agent, as_agent, is_async
 from arborl.agents.context.managed_conversation import ContextPolicy
-from arborl.config.data_config import SourceConfig
+from arborl.config.data_config import DataConfig
 from arborl.config.run_config import AgentPartConfig, ContextConfig, EnvConfig, RewardConfig, RunConfig, ToolConfig
 from arborl.envs.env import Env
 from arborl.envs.prompt_wrapper import PromptLimits
@@ -25,15 +25,7 @@ IMMUTABLE = (str, int, float, bool, type(None))
 
 
 class PartFactory:
-    """Makes a new object if a name refers to a class or a function; else returns the object that it refers to.
-
-    Args:
-        target: what the name refers to.
-        name: of the part.
-        args: its arguments, from the configuration.
-        where: configuration key of the part.
-        more: further arguments; those that it does not accept are left out.
-    """
+    """Makes a new object if a name refers to a class or a function; else returns the object that it refers to."""
 
     def __init__(self, target: Any, name: str, args: Mapping[str, Any], where: str, more: Mapping[str, Any]):
         self.target, self.where, self.args = target, f"{where}.args", dict(args)
@@ -50,7 +42,6 @@ class PartFactory:
         return self.with_args(self.args)
 
     def with_args(self, args: Mapping[str, Any]) -> Any:
-        """A new object with other arguments."""
         if not self.is_factory:
             return self.target
         try:
@@ -69,12 +60,7 @@ def env_factory(make: PartFactory) -> Callable[[], Env]:
 
 
 def agent_factory(make: PartFactory, where: str) -> Callable[[], Agent]:
-    """Makes agents. The interface is checked once per class.
-
-    Args:
-        make: returns the agent object.
-        where: configuration key and name, for errors.
-    """
+    """Makes agents. The interface is checked once per class."""
     if not make.is_factory:
         shared = as_agent(make(), where)
         return lambda: shared
@@ -94,11 +80,17 @@ def agent_factory(make: PartFactory, where: str) -> Callable[[], Agent]:
 
 
 def source_overrides(
-    sources: Mapping[str, SourceConfig],
+    sources: Mapping[str, DataConfig],
 ) -> tuple[Callable[[Task, Sampling], Sampling], Callable[[Task, EpisodeLimits], EpisodeLimits]]:
     """Functions that apply the sampling parameters and limits of a task's source to those of the run."""
-    sampling_of = {name: source.sampling.model_dump(exclude_none=True) for name, source in sources.items()}
-    limits_of = {name: source.limits.model_dump(exclude_none=True) for name, source in sources.items()}
+    sampling_of = {
+        name: {key: value for key, value in source.sampling.items() if key != "max_context"}
+        for name, source in sources.items()
+    }
+    limits_of = {
+        name: source.rollout | {key: value for key, value in source.sampling.items() if key == "max_context"}
+        for name, source in sources.items()
+    }
 
     def sampling(task: Task, run: Sampling) -> Sampling:
         overrides = sampling_of.get(task.source)
@@ -116,8 +108,6 @@ def source_overrides(
 
 @dataclass(frozen=True, slots=True)
 class SourceParts:
-    """Agent, environment, tools and rewards of one data source, or of the run."""
-
     where: str
     """Prefix of its configuration keys: empty for the run, `data.sources.math.` for a source."""
     agent: AgentPartConfig
@@ -126,13 +116,10 @@ class SourceParts:
     rewards: tuple[RewardConfig, ...]
     tool_args: Mapping[str, dict[str, Any]]
     sizes: PromptLimits
-    """Limits that its prompts may mention."""
     context: ContextPolicy | None
-    """Policy for conversations that exceed the context window."""
 
 
 def parts_by_source(config: RunConfig) -> dict[str, SourceParts]:
-    """The parts of the run, under the empty name, and those of each source."""
     max_turns, max_tokens = config.rollout.max_turns, config.sampling.max_tokens
     run = config.agent, config.env, config.tools, config.rewards, config.agent.tool_args
     parts = {"": SourceParts("", *run, PromptLimits(max_turns, max_tokens), context_policy(config.context))}
@@ -149,7 +136,7 @@ def parts_by_source(config: RunConfig) -> dict[str, SourceParts]:
             tools,
             source.rewards or config.rewards,
             tool_args,
-            PromptLimits(source.limits.max_turns or max_turns, source.sampling.max_tokens or max_tokens),
+            PromptLimits(source.rollout.get("max_turns", max_turns), source.sampling.get("max_tokens", max_tokens)),
             context_policy(source.context or config.context),
         )
     return parts
@@ -157,5 +144,4 @@ def parts_by_source(config: RunConfig) -> dict[str, SourceParts]:
 
 def context_policy(config: ContextConfig) -> ContextPolicy | None:
     """The context policy of a configuration; None for `policy: none`."""
-    settings = config.model_dump()
-    return None if config.policy == "none" else ContextPolicy(settings.pop("policy"), **settings)
+    return None if config.policy == "none" else ContextPolicy(config.policy, **config.args)

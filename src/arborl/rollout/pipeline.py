@@ -36,9 +36,6 @@ class Pipeline:
     """Batches between rollout and learner.
 
     Args:
-        rollout: runs the episodes.
-        source: of the tasks.
-        seed: of the run.
         last: number of updates; no batch beyond it is started.
         size: episodes of a group.
         count: groups of a batch.
@@ -79,7 +76,6 @@ class Pipeline:
 
     @property
     def busy(self) -> bool:
-        """Whether any group is running."""
         return any(slot.job is not None and not slot.job.done() for slot in self.slots)
 
     async def begin(self, version: int) -> None:
@@ -93,7 +89,6 @@ class Pipeline:
                 slot.job = asyncio.ensure_future(self._fill(slot))
 
     async def take(self, step: int) -> list[Group]:
-        """The groups of this update, in the order of their tasks."""
         await self.begin(step)
         with self.rollout.running():
             while (chosen := self._choose(step)) is None:
@@ -138,7 +133,6 @@ class Pipeline:
         return [] if group is None else [group]
 
     def _expiring(self, step: int) -> list[BatchSlot]:
-        """Slots whose tokens will be too old for the next update."""
         return [
             slot for slot in self.slots if slot.start_version is not None and slot.start_version <= step - self.max_lag
         ]
@@ -167,7 +161,7 @@ class Pipeline:
         if slot.running is not None:
             self.rollout.counts["stale"] += slot.running.num_started
             self.rollout.dropped_failures += slot.running.failed()
-        self.rollout.counts["again"] += 1
+        self.rollout.counts["retried"] += 1
         slot.cancel()
         slot.attempt += 1
 
@@ -198,7 +192,6 @@ class Pipeline:
 
 
 def _batch_state(number: int, slots: list[BatchSlot]) -> dict[str, Any]:
-    """The untrained slots of a batch and its unused spare tasks."""
     spares = sorted({at for slot in slots for at in slot.spares})
     needed = {at: slots[0].tasks[at] for at in (*(slot.at for slot in slots), *spares)}
     return {

@@ -50,8 +50,6 @@ from arborl.types import (
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """Limits of one episode."""
-
     max_turns: int = 32
     max_context: int = 1024
     """Prompt and completion together, in tokens."""
@@ -60,28 +58,19 @@ class EpisodeLimits:
 
 
 class CallPosition(NamedTuple):
-    """Position of a model call in its episode."""
-
     turn: int
     after: int
     """Number of calls that the agent's own task has made; its own calls count themselves."""
     task: int
     """0 for the agent's own task; tasks that it starts are numbered by their first call."""
     number: int
-    """Number of the call within its task."""
 
 
 class CallNumbering:
-    """Gives each model call a seed and a position that do not depend on timing.
-
-    An agent may start concurrent tasks (`asyncio.gather`, a `TaskGroup`). Calls of the agent's own task are numbered.
-    The seed of a call from another task depends on its prompt and on how often that prompt occurred. In the episode,
-    the calls of a task stand together, behind the agent's last call before them. A call that fails or is cancelled
-    keeps its number.
-
-    Args:
-        seed: of the episode.
-    """
+    """Gives each model call a seed and a position that do not depend on timing. An agent may start concurrent tasks
+    (`asyncio.gather`, a `TaskGroup`). Calls of the agent's own task are numbered. The seed of a call from another task
+    depends on its prompt and on how often that prompt occurred. In the episode, the calls of a task stand together,
+    behind the agent's last call before them. A call that fails or is cancelled keeps its number."""
 
     def __init__(self, seed: int):
         self.seed = seed
@@ -92,7 +81,6 @@ class CallNumbering:
         self.calls_of_prompt: Counter[bytes] = Counter()
 
     def next(self, prompt: Sequence[int], turn: int) -> tuple[int, CallPosition]:
-        """Seed and position of the call that starts now."""
         task = _current_task()
         if task is self.agent_task:
             self.num_agent_calls += 1
@@ -114,11 +102,7 @@ def _current_task() -> asyncio.Task[Any] | None:
 
 
 class TopLogprobs:
-    """Collects the most likely alternatives of each sampled token (`engines.engine.TokenListener`).
-
-    Args:
-        count: alternatives of each token.
-    """
+    """Collects the most likely alternatives of each sampled token (`engines.engine.TokenListener`)."""
 
     def __init__(self, count: int):
         self.count, self.top = count, count + 1  # the sampled token may be among them
@@ -138,18 +122,7 @@ SAME_FOR_ALL_CALLS = frozenset(field.name for field in dataclasses.fields(Sampli
 
 class Recorder:
     """The model as the agent sees it. Token ids and log-probabilities of each call are recorded in `episode.calls`.
-
-    Calls may be concurrent; see `CallNumbering`.
-
-    Args:
-        engine, renderer: the policy.
-        sampling: sampling parameters.
-        limits: of the episode.
-        episode: receives the calls.
-        drawn: recorded with every call, if this episode samples from another distribution than the run.
-        engine_time: measures the time in which the engine is busy.
-        num_top_logprobs: alternatives to record for each token; the engine must support streaming.
-    """
+    Calls may be concurrent; see `CallNumbering`."""
 
     def __init__(
         self,
@@ -165,7 +138,6 @@ class Recorder:
         self.engine_time = BusyTime() if engine_time is None else engine_time
         self.num_top_logprobs = num_top_logprobs
         self.tokenizer = TextTokenizer(renderer.tokenizer)
-        """Counts the tokens of tool results."""
         self.engine, self.renderer, self.sampling, self.drawn = engine, renderer, sampling, drawn
         self.limits, self.episode = limits, episode
         self.conversations = Conversations(renderer)
@@ -173,7 +145,6 @@ class Recorder:
         self._fixed["stop"] = sampling.stop or renderer.stop
         self._numbering = CallNumbering(episode.seed)
         self._positions: list[CallPosition] = []
-        """Positions of the recorded calls, sorted."""
         self._waiting: set[asyncio.Task[Any]] = set()
         self._is_unused, self._is_closed = True, False
 
@@ -184,7 +155,6 @@ class Recorder:
         *,
         stop: str | Sequence[str] = (),
     ) -> Message:
-        """Sample the next message; see `arborl.agents.Model`."""
         reply = (await self.call(messages, tools, stop=stop)).reply
         assert reply is not None
         return reply
@@ -198,13 +168,7 @@ class Recorder:
         most: int | None = None,
         begins: str = "",
     ) -> Call:
-        """Sample the next message and return the whole call with its tokens.
-
-        Args:
-            messages, tools, stop: as in `chat`.
-            most: largest number of tokens, if lower than that of the run.
-            begins: prefix of the reply; it is part of the prompt and not sampled.
-        """
+        """Sample the next message and return the whole call with its tokens."""
         self._check_open()
         self._is_unused = False
         shown = read_messages(messages, where="model.chat, messages")
@@ -239,7 +203,6 @@ class Recorder:
     async def _generate(
         self, prompt: Prompt, sampling: Sampling
     ) -> tuple[Completion, tuple[tuple[tuple[int, float], ...], ...]]:
-        """The completion, and the alternatives of each token if they are recorded."""
         task = asyncio.current_task()
         assert task is not None
         self._waiting.add(task)
@@ -281,10 +244,8 @@ class Recorder:
         self.episode.calls[at] = dataclasses.replace(self.episode.calls[at], trained=False)
 
     def close(self) -> None:
-        """End the recording after the agent has returned.
-
-        Calls of tasks that the agent left behind are cancelled and counted. So are episodes without any call.
-        """
+        """End the recording after the agent has returned. Calls of tasks that the agent left behind are cancelled and
+        counted. So are episodes without any call."""
         self._is_closed = True
         abandoned = self._waiting - {asyncio.current_task()}
         for task in abandoned:
@@ -299,22 +260,13 @@ class Recorder:
             raise RuntimeError("model.chat was called after the agent returned: await the tasks that the agent starts")
 
     def count(self, metrics: Metrics) -> None:
-        """Add numbers to the episode's metrics."""
         for name, value in metrics.items():
             self.episode.metrics[name] = self.episode.metrics.get(name, 0.0) + value
 
 
 class RecordedEnv(EnvWrapper):
-    """An environment that records its turns in the episode and has a deadline for each call.
-
-    Other methods (`actions`, `oracle`, `snapshot`, …) are passed on and not recorded.
-
-    Args:
-        env: the environment.
-        name: its name in failures.
-        limits: of the episode.
-        episode: receives the turns.
-    """
+    """An environment that records its turns in the episode and has a deadline for each call. Other methods (`actions`,
+    `oracle`, `snapshot`, …) are passed on and not recorded."""
 
     def __init__(self, env: Env, name: str, limits: EpisodeLimits, episode: Episode):
         self.env, self.where = env, f"environment {name!r}"
@@ -351,7 +303,6 @@ class RecordedEnv(EnvWrapper):
         return step
 
     async def finish(self) -> None:
-        """Record the metrics of the environment."""
         metrics = await call_with_deadline(self.where, self.seconds, self.env.metrics)
         self._check(number_errors("metrics()", metrics, "metrics"))
         self.episode.metrics.update({name: float(value) for name, value in metrics.items()})

@@ -53,29 +53,15 @@ class EpisodeFactories:
 
     agent: Callable[[Task], Agent]
     env: Callable[[Task], Env]
-    sampling: Callable[[Task, Sampling], Sampling] | None = None
-    """Applies the overrides of the task's source to the sampling parameters of the run."""
-    limits: Callable[[Task, EpisodeLimits], EpisodeLimits] | None = None
-    """Applies the overrides of the task's source to the limits of the run."""
+    sampling: Callable[[Task, Sampling], Sampling] = lambda task, run: run
+    limits: Callable[[Task, EpisodeLimits], EpisodeLimits] = lambda task, run: run
 
 
 class ConcurrencyLimit:
-    """Admits a limited number of episodes at once, first come, first served.
-
-    Without a fixed limit it adapts to the engine. It starts at the engine's capacity. It grows by one for each
-    completed model call while it is reached and the engine is not overloaded, and shrinks while the engine has requests
-    that it cannot serve. Episodes that wait for tools put no load on the engine, so slow tools lead to more episodes.
-
-    Args:
-        limit: number of episodes; None adapts to the engine.
-        is_overloaded: whether the engine has requests that it cannot serve.
-        first: first limit, if it adapts.
-        most: largest limit, if it adapts.
-
-    Example:
-        async with concurrency:
-            await play()
-    """
+    """Admits a limited number of episodes at once, first come, first served. Without a fixed limit it adapts to the
+    engine. It starts at the engine's capacity. It grows by one for each completed model call while it is reached and
+    the engine is not overloaded, and shrinks while the engine has requests that it cannot serve. Episodes that wait for
+    tools put no load on the engine, so slow tools lead to more episodes."""
 
     def __init__(
         self,
@@ -88,6 +74,14 @@ class ConcurrencyLimit:
         self.is_overloaded, self.most = is_overloaded, most
         self.num_running, self.last_decrease = 0, 0.0
         self.waiting: deque[asyncio.Future[None]] = deque()
+        self.polling = asyncio.Lock()
+
+    async def wait_for_capacity(self) -> None:
+        """Hold new episodes while the engine is overloaded. One waiter polls for all."""
+        if self.is_overloaded():
+            async with self.polling:
+                while self.is_overloaded():
+                    await asyncio.sleep(OVERLOAD_POLL_SECONDS)
 
     async def __aenter__(self) -> None:
         if self.num_running < int(self.limit) and not self.waiting:
@@ -108,7 +102,6 @@ class ConcurrencyLimit:
         self._release()
 
     def on_completion(self) -> None:
-        """Adapt the limit after a model call."""
         if not self.adapts:
             return
         if not self.is_overloaded():
@@ -131,31 +124,11 @@ class ConcurrencyLimit:
                 first.set_result(None)
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionQueue:
-    """Where the episodes of one event loop wait to start."""
-
-    loop: asyncio.AbstractEventLoop
-    concurrency: ConcurrencyLimit
-    lock: asyncio.Lock
-
-
 class Rollout:
     """Runs episodes of tasks.
 
-    Example:
-        groups = await rollout.collect(tasks, seed=derive(run_seed, "step", 3), group_size=8)
-
     Args:
-        engine, renderer: the policy.
-        factories: make agents and environments.
-        sampling: default sampling parameters.
-        limits: default limits of an episode.
         concurrency: concurrent episodes; None adapts to the engine.
-        workers: where environments run.
-        training: options of training groups.
-        recording: records training batches, or replays them.
-        offline: makes episodes of offline data.
         num_top_logprobs: alternatives that are recorded for each sampled token.
     """
 
@@ -176,7 +149,8 @@ class Rollout:
         self.engine, self.renderer, self.factories = engine, renderer, factories
         self.sampling, self.limits = sampling, limits
         self.concurrency = concurrency
-        self._queue: AdmissionQueue | None = None
+        self._limit: ConcurrencyLimit | None = None
+        self._limit_loop: asyncio.AbstractEventLoop | None = None
         self.workers, self.training, self.recording = workers or Workers(), training, recording
         self.offline, self.num_top_logprobs = offline, num_top_logprobs
         self.counts: Counter[str] = Counter()
@@ -198,11 +172,7 @@ class Rollout:
 
         Args:
             tasks: with a `count`, the tasks beyond it are spares for dropped groups.
-            seed: of the batch.
-            group_size: episodes of a task.
             sampling: fields of `Sampling` that replace those of training, for all sources: `{"temperature": 0.0}`.
-            options: how groups are collected.
-            count: number of groups; by default one for each task.
         """
         with self.running():
             await self.probe_envs(tasks)
@@ -212,11 +182,11 @@ class Rollout:
         self, options: GroupOptions | None = None, sampling: Mapping[str, Any] | None = None
     ) -> GroupCollector:
         """Collects groups with these options; by default those of training."""
-        queue = self._admission_queue()
+        limit = self._concurrency_limit()
 
         async def play(task: Task, seed: int, name: str, on_start: Callable[[], None]) -> Episode:
-            async with queue.concurrency:
-                await self._wait_for_capacity(queue)
+            async with limit:
+                await limit.wait_for_capacity()
                 on_start()
                 return await self.play(task, seed, name, sampling)
 
@@ -241,7 +211,6 @@ class Rollout:
     async def train(
         self, tasks: Sequence[Task], seed: int, group_size: int, count: int, sampling: Mapping[str, Any] | None = None
     ) -> list[Group]:
-        """The groups of a training batch: from offline data, sampled, or replayed."""
         if any(isinstance(task, OfflineTask) for task in tasks):
             return self.offline_groups(tasks)
 
@@ -254,18 +223,17 @@ class Rollout:
         return await play() if self.recording is None else await self.recording.batch(seed, tasks, play)
 
     def offline_groups(self, tasks: Sequence[Task]) -> list[Group]:
-        """The groups of offline tasks. Nothing is sampled."""
         offline = [task for task in tasks if isinstance(task, OfflineTask)]
         return self.offline.groups(offline) if self.offline is not None else []
 
-    def _admission_queue(self) -> AdmissionQueue:
-        """The queue of the running event loop."""
-        if self._queue is None or self._queue.loop is not asyncio.get_running_loop():
+    def _concurrency_limit(self) -> ConcurrencyLimit:
+        if self._limit is None or self._limit_loop is not asyncio.get_running_loop():
             most = DEFAULT_CONCURRENCY if self.workers.kind == "process" else math.inf  # one host has few processes
-            concurrency = ConcurrencyLimit(self.concurrency, self._is_overloaded, self._first_concurrency(), most)
-            self._queue = AdmissionQueue(asyncio.get_running_loop(), concurrency, asyncio.Lock())
-            self.engine_time.after = concurrency.on_completion
-        return self._queue
+            first, engine = self._first_concurrency(), self.engine
+            self._limit = ConcurrencyLimit(self.concurrency, lambda: engine.is_saturated, first, most)
+            self._limit_loop = asyncio.get_running_loop()
+            self.engine_time.after = self._limit.on_completion
+        return self._limit
 
     def _first_concurrency(self) -> int:
         """The engine's capacity; the default if it reports none or if environments need threads or processes."""
@@ -273,24 +241,11 @@ class Rollout:
             return DEFAULT_CONCURRENCY
         return max(DEFAULT_CONCURRENCY, self.engine.capacity)
 
-    def _is_overloaded(self) -> bool:
-        return self.engine.is_saturated
-
-    async def _wait_for_capacity(self, queue: AdmissionQueue) -> None:
-        """Hold new episodes while the engine is overloaded. One waiter polls for all."""
-        if not self._is_overloaded():
-            return
-        async with queue.lock:
-            while self._is_overloaded():
-                await asyncio.sleep(OVERLOAD_POLL_SECONDS)
-
     async def play(self, task: Task, seed: int, name: str, sampling: Mapping[str, Any] | None = None) -> Episode:
         """Run one episode. Failures are recorded in the episode."""
         episode = Episode(name, task, seed)
         start = time.perf_counter()
-        factories = self.factories
-        default = factories.sampling(task, self.sampling) if factories.sampling else self.sampling
-        limits = factories.limits(task, self.limits) if factories.limits else self.limits
+        default, limits = self.factories.sampling(task, self.sampling), self.factories.limits(task, self.limits)
         with span("arborl.episode", inside_arborl__episode=name, arborl__source=task.source or None) as trace:
             try:
                 async with boundary("episode", limits.episode_seconds):
@@ -336,7 +291,7 @@ class Rollout:
         counts, self.counts = self.counts, Counter()
         stuck = abandoned_calls.hanging() - self.stuck_before
         num_stuck = sum(count for name, count in stuck.items() if not is_reward_call(name))
-        limit = self._queue.concurrency.limit if self._queue is not None else self.concurrency
+        limit = self._limit.limit if self._limit is not None else self.concurrency
         state = {
             "rollout/tool_calls_stuck": float(num_stuck),
             "rollout/concurrency": float(int(limit or self._first_concurrency())),
@@ -349,7 +304,6 @@ class Rollout:
         return dropped
 
     def close(self) -> None:
-        """End the processes of environments."""
         self.workers.close()
 
 

@@ -6,7 +6,6 @@ file, from 0), `call` and `index` (of the token in the completion).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arborl.errors import disk_errors
+from arborl.rollout.episode_store import atomic_file
 from arborl.track.folder_files import Unreadable, read_arrays
 
 Columns = dict[str, NDArray[Any]]
@@ -26,14 +25,6 @@ VALUE_COLUMNS = {
 
 
 class TermStore:
-    """A folder of terms files, one for each step.
-
-    Example:
-        store = TermStore(folder / "terms")
-        store.write(12, columns, most=50_000)
-        store.read(12)["pull"]
-    """
-
     def __init__(self, folder: Path):
         self.folder = folder
 
@@ -43,19 +34,12 @@ class TermStore:
     def write(self, step: int, columns: Mapping[str, NDArray[Any]], most: int) -> Path:
         """Write the columns of a step atomically. Of more than `most` rows those with the largest gradients."""
         path = self.path(step)
-        temporary = path.with_name(f".{path.name}.tmp")
         norms = np.nan_to_num(gradient_norms(columns["pull"], columns["logprob"]))
         rows = np.sort(np.argsort(-norms, kind="stable")[:most])
         dtypes = INDEX_COLUMNS | VALUE_COLUMNS
         kept: dict[str, Any] = {name: np.asarray(columns[name])[rows].astype(dtype) for name, dtype in dtypes.items()}
-        with disk_errors(path):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                with temporary.open("wb") as file:
-                    np.savez_compressed(file, of=np.uint64(len(norms)), pushed=np.float64(norms.sum()), **kept)
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
+        with atomic_file(path) as file:
+            np.savez_compressed(file, of=np.uint64(len(norms)), pushed=np.float64(norms.sum()), **kept)
         return path
 
     def read(self, step: int) -> Columns | None:

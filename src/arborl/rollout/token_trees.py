@@ -71,10 +71,8 @@ def _concatenate(arrays: Sequence[Ints]) -> Ints:
 
 
 def build_token_trees(groups: Sequence[Group]) -> Forest:
-    """One tree for each group, from the calls of its surviving episodes, and the terms of all of them.
-
-    Terms are in the order of group, episode, call, token. Advantage and weight are 0; the algorithm sets them.
-    """
+    """One tree for each group, from the calls of its surviving episodes, and the terms of all of them. Terms are in the
+    order of group, episode, call, token. Advantage and weight are 0; the algorithm sets them."""
     trees: list[TokenTree] = []
     columns: list[tuple[Ints, ...]] = []
     logprobs: list[float] = []
@@ -140,14 +138,9 @@ def _unshared_tokens(rows: Sequence[Tokens]) -> int:
 
 
 def branch_factors(weights: Sequence[float], most: int, how: DownsampleMode, chance: np.random.Generator) -> Floats:
-    """Factor of each branch, 0 if it is dropped; `weights` are the weights of the branches in the loss.
-
-    `random` keeps the last branch and samples the others; the factor is 1 / probability, so the expectation is
-    unchanged. `last` keeps the latest branches, scaled to the total weight.
-
-    Example:
-        branch_factors([0.1, 0.1, 0.1], 2, "last", chance)      # [0, 1.5, 1.5]
-    """
+    """Factor of each branch, 0 if it is dropped; `weights` are the weights of the branches in the loss. `random` keeps
+    the last branch and samples the others; the factor is 1 / probability, so the expectation is unchanged. `last` keeps
+    the latest branches, scaled to the total weight."""
     branches = len(weights)
     if branches <= most:
         return np.ones(branches)
@@ -167,15 +160,7 @@ def branch_factors(weights: Sequence[float], most: int, how: DownsampleMode, cha
 def downsample_branches(
     groups: Sequence[Group], terms: Terms, most: int, how: DownsampleMode, seed: int
 ) -> tuple[Forest, Terms, Metrics]:
-    """The trees of the kept branches, their terms with scaled weights, and metrics. Other columns are unchanged.
-
-    Args:
-        groups: of the terms, in their order.
-        terms: of every branch, with advantages.
-        most: branches to keep of an episode.
-        how: `last` or `random`.
-        seed: the selection depends on the seed and the episode alone.
-    """
+    """The trees of the kept branches, their terms with scaled weights, and metrics. Other columns are unchanged."""
     if most < 1:
         raise ValueError(f"most={most}: give 1 or more")
     if how not in ("last", "random"):

@@ -2,8 +2,7 @@
 
 In reading order:
 
-    sandbox.py           The best isolation level of this machine, and `Sandbox`
-    sandbox_process.py   One sandboxed process: start, requests, limits, end
+    sandbox.py           The best isolation level of this machine, and `Sandbox`, a process at that level
     sandbox_protocol.py  Limits, results, and the messages between host and sandboxed process
     sandbox_pool.py      A pool of started sandboxes
     fair_semaphore.py    A semaphore for threads and event loops, first come first served
@@ -17,8 +16,11 @@ import functools
 from collections.abc import Mapping
 
 from arborl.sandbox.sandbox import (
+    LEVELS,
     ActiveLevel,
+    Level,
     Sandbox,
+    SandboxError,
     active_level,
     allow_unsafe,
     best_level,
@@ -26,29 +28,13 @@ from arborl.sandbox.sandbox import (
     unsafe_allowed,
 )
 from arborl.sandbox.sandbox_pool import POOLS, SandboxPool, sandbox_metrics
-from arborl.sandbox.sandbox_process import LEVELS, Level, SandboxError
 from arborl.sandbox.sandbox_protocol import SandboxLimits, SandboxResult
 
 __all__ = [
-    "LEVELS",
-    "POOLS",
-    "ActiveLevel",
-    "Level",
-    "Sandbox",
-    "SandboxError",
-    "SandboxLimits",
-    "SandboxPool",
-    "SandboxResult",
-    "active_level",
-    "allow_unsafe",
-    "best_level",
-    "run_code",
-    "run_code_sync",
-    "sandbox_metrics",
-    "shared_pool",
-    "try_level",
-    "unsafe_allowed",
-]
+    "LEVELS", "POOLS", "ActiveLevel", "Level", "Sandbox", "SandboxError", "SandboxLimits", "SandboxPool",
+    "SandboxResult", "active_level", "allow_unsafe", "best_level", "run_code", "run_code_sync", "sandbox_metrics",
+    "shared_pool", "try_level", "unsafe_allowed",
+]  # fmt: skip
 
 DEFAULT_LIMITS = SandboxLimits()
 

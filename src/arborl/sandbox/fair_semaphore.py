@@ -25,13 +25,7 @@ class WaitTimes:
 
 
 class FairSemaphore:
-    """A counting semaphore for threads and any event loop.
-
-    Example:
-        semaphore = FairSemaphore(2)
-        semaphore.acquire_sync()            # or `await semaphore.acquire()`
-        semaphore.release()
-    """
+    """A counting semaphore for threads (`with`) and any event loop (`async with`)."""
 
     def __init__(self, count: int):
         self._free = count
@@ -41,16 +35,14 @@ class FairSemaphore:
 
     @property
     def waiting(self) -> int:
-        """Number of waiting callers."""
         return len(self._waiting)
 
     def take_wait_times(self) -> WaitTimes:
-        """Wait times since the last call."""
         with self._lock:
             waits, self._waits = self._waits, WaitTimes()
         return waits
 
-    def acquire_sync(self) -> None:
+    def __enter__(self) -> None:
         start = time.perf_counter()
         if (grant := self._request()) is not None:
             grant.result()
@@ -78,6 +70,14 @@ class FairSemaphore:
                 self._free += 1
                 return
         grant.set_result(None)
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    __aenter__ = acquire
+
+    async def __aexit__(self, *error: object) -> None:
+        self.release()
 
     def _record(self, seconds: float) -> None:
         with self._lock:

@@ -15,10 +15,8 @@ TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 BLOCK, MAX_DEPTH = 4096, 64
 CHILD_ENDS = 1 << (signal.SIGCHLD - 1)
-PIPE_BYTES = 16 * PAGE
-"""Capacity of a pipe; the system-call filter forbids larger ones."""
+PIPE_BYTES = 16 * PAGE  # capacity of a pipe; the system-call filter forbids larger ones
 INACTIVE_STATES = "TtZXx"
-"""Stopped or dead."""
 FREEZE_SECONDS = 2.0
 
 
@@ -27,16 +25,12 @@ class ProcessUsage:
     """Usage of all descendants of a process."""
 
     processes: int = 0
-    memory: int = 0
-    """Resident bytes; shared memory counts once per process."""
-    cpu: float = 0.0
-    """Seconds, including reaped children."""
-    uncounted: bool = False
-    """A process ignores SIGCHLD: the time of its children is not counted."""
+    memory: int = 0  # resident bytes; shared memory counts once per process
+    cpu: float = 0.0  # seconds, including reaped children
+    uncounted: bool = False  # A process ignores SIGCHLD: the time of its children is not counted
 
 
 def process_usage(pid: int) -> ProcessUsage:
-    """Current usage of the descendants of `pid`."""
     processes = memory = ticks = 0
     uncounted = False
     for child in descendants(pid):
@@ -81,10 +75,8 @@ def proportional_memory(pid: int) -> int:
 
 
 def kernel_buffer_bytes(pid: int, open_files: int) -> int:
-    """Maximum kernel memory of the sockets and pipes of all descendants.
-
-    A process whose descriptors are unreadable counts as `open_files` sockets.
-    """
+    """Maximum kernel memory of the sockets and pipes of all descendants. A process whose descriptors are unreadable
+    counts as `open_files` sockets."""
     sockets, pipes, hidden = set[str](), set[str](), 0
     for child in descendants(pid):
         try:
@@ -112,7 +104,6 @@ def socket_bytes() -> int:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """All descendants."""
     waiting = children(pid)
     while waiting:
         child = waiting.pop()
@@ -121,7 +112,6 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def children(pid: int) -> list[int]:
-    """Direct children of all threads."""
     found: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -132,11 +122,9 @@ def children(pid: int) -> list[int]:
 
 
 def freeze_descendants(pid: int) -> bool:
-    """Stop all descendants; True when all are stopped. Repeated, since a running process may start another.
-
-    The guest cannot resume them (`seccomp_filter.py`). A signalled process in uninterruptible sleep (D) stops before it
-    continues.
-    """
+    """Stop all descendants; True when all are stopped. Repeated, since a running process may start another. The guest
+    cannot resume them (`seccomp_filter.py`). A signalled process in uninterruptible sleep (D) stops before it
+    continues."""
     deadline, signalled = time.perf_counter() + FREEZE_SECONDS, set[int]()
     while True:
         states = {child: process_state(child) for child in descendants(pid)}
@@ -154,7 +142,6 @@ def freeze_descendants(pid: int) -> bool:
 
 
 def resume_descendants(pid: int) -> None:
-    """Resume all descendants."""
     signal_all(descendants(pid), signal.SIGCONT)
 
 
@@ -175,13 +162,8 @@ def process_state(pid: int) -> str:
 
 
 def disk_usage(folder: str, pid: int, most: int, largest: int) -> int:
-    """Bytes on disk below `folder`, and of deleted files that descendants of `pid` still hold.
-
-    Every entry counts as at least one block. The scan ends beyond `most`; unreadable or too deep folders count as more.
-
-    Args:
-        largest: maximum size of a file.
-    """
+    """Bytes on disk below `folder`, and of deleted files that descendants of `pid` still hold. Every entry counts as at
+    least one block. The scan ends beyond `most`; unreadable or too deep folders count as more."""
     total, waiting = 0, [(folder, 0)]
     while waiting and total <= most:
         place, depth = waiting.pop()

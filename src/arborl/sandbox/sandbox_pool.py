@@ -10,29 +10,19 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 from arborl.sandbox.fair_semaphore import FairSemaphore, WaitTimes
-from arborl.sandbox.sandbox import Sandbox
-from arborl.sandbox.sandbox_process import Level, SandboxError
+from arborl.sandbox.sandbox import Level, Sandbox, SandboxError
 from arborl.sandbox.sandbox_protocol import SandboxLimits, SandboxResult
 
-T = TypeVar("T")
 POOLS: weakref.WeakSet[SandboxPool] = weakref.WeakSet()
-"""All pools of this process."""
 
 
 class SandboxPool:
     """Leases sandboxes.
-
-    Example:
-        pool = Pool(Limits(wall_seconds=2), spare=2)
-        async with pool.lease() as box:
-            await box.run("x = 1")
-        (await pool.run("print(6 * 7)")).stdout          # a lease for one run
 
     Args:
         limits, level, packages: arguments of `Sandbox`.
@@ -56,8 +46,8 @@ class SandboxPool:
         self.limits, self.level, self.packages = limits or SandboxLimits(), level, packages
         self.size, self.busy, self.spare = size, busy, min(spare, size)
         self.started = 0
-        """Number of started sandboxes."""
-        self._leases, self._runs = FairSemaphore(size), FairSemaphore(busy)
+        self._leases, self.runs = FairSemaphore(size), FairSemaphore(busy)
+        """Limits of leases and of concurrent runs; the holder of a lease takes `runs` around each `run`."""
         self._ready: deque[Sandbox] = deque()
         self._lock = threading.Lock()
         self._filling = False
@@ -66,29 +56,15 @@ class SandboxPool:
 
     @property
     def waiting(self) -> int:
-        """Number of callers that wait for a lease or a run."""
-        return self._leases.waiting + self._runs.waiting
-
-    def take_wait_times(self) -> WaitTimes:
-        """Wait times of runs since the last call."""
-        return self._runs.take_wait_times()
+        return self._leases.waiting + self.runs.waiting
 
     @contextmanager
     def lease_sync(self) -> Iterator[Sandbox]:
-        """A new sandbox for the block."""
-        self._leases.acquire_sync()
-        try:
-            sandbox = self._get()
-            try:
-                yield sandbox
-            finally:
-                sandbox.close()
-        finally:
-            self._leases.release()
+        with self._leases, self._get() as sandbox:
+            yield sandbox
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[Sandbox]:
-        """As `lease_sync`, without blocking the event loop."""
         sandbox = await self.acquire()
         try:
             yield sandbox
@@ -99,41 +75,24 @@ class SandboxPool:
         """A new sandbox, to be released. Prefer `lease`."""
         await self._leases.acquire()
         try:
-            return await _in_executor(self._get)
+            return await asyncio.to_thread(self._get)
         except BaseException:
             self._leases.release()
             raise
 
     async def release(self, sandbox: Sandbox) -> None:
-        """End a lease."""
         self._leases.release()
-        await _in_executor(sandbox.close)
-
-    @asynccontextmanager
-    async def run_slot(self) -> AsyncIterator[None]:
-        """Wait for one of the concurrent runs; for the holder of a lease, around each `run`."""
-        await self._runs.acquire()
-        try:
-            yield
-        finally:
-            self._runs.release()
+        await asyncio.to_thread(sandbox.close)
 
     async def run(self, code: str, stdin: str = "", files: Mapping[str, str] | None = None) -> SandboxResult:
-        """Run code in a new sandbox."""
-        async with self.run_slot(), self.lease() as sandbox:
+        async with self.runs, self.lease() as sandbox:
             return await sandbox.run(code, stdin, files)
 
     def run_sync(self, code: str, stdin: str = "", files: Mapping[str, str] | None = None) -> SandboxResult:
-        """As `run`, without an event loop."""
-        self._runs.acquire_sync()
-        try:
-            with self.lease_sync() as sandbox:
-                return sandbox.run_sync(code, stdin, files)
-        finally:
-            self._runs.release()
+        with self.runs, self.lease_sync() as sandbox:
+            return sandbox.run_sync(code, stdin, files)
 
     def close(self) -> None:
-        """End the idle sandboxes. Running leases continue."""
         with self._lock:
             self._open = False
             ready = list(self._ready)
@@ -181,7 +140,7 @@ class SandboxPool:
 
 def sandbox_metrics() -> dict[str, float]:
     """Number of runs and their wait times in all pools since the last call; empty without runs."""
-    waits = sum((pool.take_wait_times() for pool in list(POOLS)), WaitTimes())
+    waits = sum((pool.runs.take_wait_times() for pool in list(POOLS)), WaitTimes())
     if not waits.count:
         return {}
     return {
@@ -189,8 +148,3 @@ def sandbox_metrics() -> dict[str, float]:
         "sandbox/queue_seconds": waits.seconds / waits.count,
         "sandbox/queue_seconds_max": waits.longest,
     }
-
-
-async def _in_executor(function: Callable[[], T]) -> T:
-    """Run a short function in asyncio's thread pool."""
-    return await asyncio.get_running_loop().run_in_executor(None, function)

@@ -21,10 +21,8 @@ StopReason = Literal["", "wall", "cpu", "children", "memory", "processes", "disk
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """Limits of sandboxed code: times per `run`, the others for all processes of the sandbox.
-
-    Between two runs all processes of the sandbox are stopped.
-    """
+    """Limits of sandboxed code: times per `run`, the others for all processes of the sandbox. Between two runs all
+    processes of the sandbox are stopped."""
 
     wall_seconds: float = 10.0
     cpu_seconds: float = 5.0
@@ -32,9 +30,7 @@ class SandboxLimits:
     memory_mb: int = 512
     """Address space of each process, and resident memory of all processes. Files are counted separately."""
     file_mb: int = 16
-    """Maximum size of a file."""
     disk_mb: int = 64
-    """Maximum size of all files."""
     processes: int = 32
     """Processes and threads. At the level `rlimits` only threads."""
     output_bytes: int = 100_000
@@ -54,7 +50,6 @@ class SandboxResult:
     """Result of one `run`."""
 
     ok: bool
-    """It ended without an exception."""
     stdout: str = ""
     stderr: str = ""
     """Includes the traceback."""
@@ -77,8 +72,7 @@ class SandboxResult:
 
 OK, RAISED, READY, FAILED = range(4)
 TOKEN_BYTES = 16
-GREETING = bytes(TOKEN_BYTES)
-"""Token of the first message, before any request."""
+GREETING = bytes(TOKEN_BYTES)  # token of the first message, before any request
 MAX_MESSAGE = 3 * 2**20
 LENGTH_BYTES = 4
 
@@ -126,7 +120,6 @@ class MessageParser:
 
 
 def parse_message(data: bytes) -> GuestMessage:
-    """The message after the token."""
     texts, position = [], 1
     while position < len(data):
         if position + 4 > len(data):
@@ -134,7 +127,7 @@ def parse_message(data: bytes) -> GuestMessage:
         count = struct.unpack_from("<I", data, position)[0]
         if position + 4 + count > len(data):
             raise ForgedMessage("a truncated message")
-        texts.append(data[position + 4 : position + 4 + count].decode(errors="reposition"))
+        texts.append(data[position + 4 : position + 4 + count].decode(errors="replace"))
         position += 4 + count
     expected = {OK: 2, RAISED: 2, READY: 1, FAILED: 1}.get(data[0])
     if len(texts) != expected:
@@ -156,7 +149,6 @@ class GuestChannel:
 
     @property
     def events(self) -> int:
-        """Events to poll for."""
         return select.POLLIN | (select.POLLOUT if self._unsent else 0)
 
     def start_request(self, data: bytes, token: bytes) -> None:

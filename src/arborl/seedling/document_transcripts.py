@@ -19,7 +19,7 @@ from numpy.random import Generator
 
 from arborl.agents.context.managed_conversation import SUMMARY_REQUEST
 from arborl.agents.context.statelm import StateLM
-from arborl.chat.formats.hermes import HermesParser
+from arborl.chat.formats.json_formats import HermesParser
 from arborl.chat.messages import read_messages
 from arborl.data.generated.document_problems import COLOURS, OBJECTS, PEOPLE, TOWNS, TRADES, DocumentProblem
 from arborl.envs.games.documents_env import Documents
@@ -124,7 +124,6 @@ class DocumentPlayer:
         return self._continue()
 
     def _store_results(self, last: Message) -> None:
-        """Store the chunks of a search result."""
         listed = CHUNKS.search(last.content)
         self.unread = [int(number) for number in listed.group(1).split()] if listed else []
         self.wanted = "read"
@@ -162,9 +161,7 @@ class DocumentPlayer:
             steps.append(call("deleteContext", msg_id=int(number.group(1)) + slip))
         if not self._chance(self.style.patience):
             return self._finish(self.guess or self._other("Oslo"))
-        if steps:
-            return "".join(steps)
-        return self._continue()
+        return "".join(steps) or self._continue()
 
     def _store_fact(self, last: Message) -> bool:
         """Whether the chunk holds the fact of this hop; if so, store it, sometimes with an error."""
@@ -192,7 +189,6 @@ class DocumentPlayer:
         return call("finish", answer=answer or self._other("Oslo"))
 
     def _other(self, word: str) -> str:
-        """Another word of the same kind."""
         for words in (PEOPLE, TOWNS, TRADES):
             if word in words:
                 return pick(self.rng, words)
@@ -234,7 +230,12 @@ def documents(rng: Generator) -> list[Transcript]:
     if summaries:
         style = replace(style, notes=0.0, deletes=0.0)
     player, _ = play_document(rng, int(np.exp(rng.uniform(low, high))), style, summaries)
-    return [one for one in branches(player.replies) if _size(one.messages) <= LONGEST]
+    counts = PieceTokenizer().encode
+    return [
+        one
+        for one in branches(player.replies)
+        if sum(len(counts(message.content)) + 6 for message in one.messages) <= LONGEST
+    ]
 
 
 def branches(replies: Sequence[tuple[tuple[Message, ...], Message]]) -> list[Transcript]:
@@ -247,7 +248,3 @@ def branches(replies: Sequence[tuple[tuple[Message, ...], Message]]) -> list[Tra
         else:
             out.append(Transcript(whole, train_from=len(shown)))
     return out
-
-
-def _size(messages: Sequence[Message]) -> int:
-    return sum(len(PieceTokenizer().encode(message.content)) + 6 for message in messages)

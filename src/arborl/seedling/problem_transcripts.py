@@ -45,7 +45,6 @@ SYSTEM_PROMPTS = ("", "You are a helpful assistant.", "Answer in few words.")
 
 
 def small_talk(rng: Generator) -> Transcript:
-    """One to three short exchanges."""
     system = pick(rng, SYSTEM_PROMPTS)
     messages = [Message("system", system)] if system else []
     for _ in range(int(rng.integers(1, 4))):
@@ -88,7 +87,6 @@ def _tool_call(spec: ToolSpec, arguments: dict[str, object], result: str) -> lis
 
 
 def _mistype(expression: str, rng: Generator) -> str:
-    """The expression with another number or operator."""
     pieces = expression.split(" ")
     place = int(rng.integers(len(pieces)))
     if pieces[place].isdigit():
@@ -193,30 +191,22 @@ def pair_working(left: int, sign: str, right: int) -> tuple[str, int]:
     signed = plain if total >= 0 else f"-({plain})"
     written = f"{left} {sign} {right}"
     head = written if signed == written else f"{written} = {signed}"
-    columns = _add_columns(high, low) if operator == "+" else _subtract_columns(high, low)
+    columns = _columns(high, low, 1 if operator == "+" else -1)
     return f"{head}: {', '.join(columns)}. So {total}.", total
 
 
-def _add_columns(a: int, b: int) -> list[str]:
-    """Columns of `a + b` from the right; a carry is a third term of the next column."""
-    columns, carry = [], 0
-    for x, y in _digit_pairs(a, b):
-        value = x + y + carry
-        columns.append(f"{x}+{y}{'+1' if carry else ''}={value}")
-        carry = value // 10
-    return columns
+def _columns(a: int, b: int, sign: int) -> list[str]:
+    """Columns of `a + b`, or of `a - b` with `a >= b`, from the right.
 
-
-def _subtract_columns(a: int, b: int) -> list[str]:
-    """Columns of `a - b` with `a >= b` from the right; a digit that borrows is written with its ten."""
-    columns, borrow = [], 0
-    for x, y in _digit_pairs(a, b):
-        ten = 10 if x < y + borrow else 0
-        columns.append(f"{x + ten}-{y}{'-1' if borrow else ''}={x + ten - y - borrow}")
-        borrow = 1 if ten else 0
-    return columns
-
-
-def _digit_pairs(a: int, b: int) -> list[tuple[int, int]]:
+    A carry is a third term of the next column; a digit that borrows is written with its ten.
+    """
+    columns, carry, symbol = [], 0, "+" if sign > 0 else "-"
     width = max(len(str(a)), len(str(b)))
-    return [(int(x), int(y)) for x, y in zip(reversed(f"{a:0{width}}"), reversed(f"{b:0{width}}"), strict=True)]
+    for x, y in zip(reversed(f"{a:0{width}}"), reversed(f"{b:0{width}}"), strict=True):
+        first, second = int(x), int(y)
+        if sign < 0 and first < second + carry:
+            first += 10
+        value = first + sign * (second + carry)
+        columns.append(f"{first}{symbol}{second}{f'{symbol}1' if carry else ''}={value}")
+        carry = int(first > 9) if sign < 0 else value // 10
+    return columns

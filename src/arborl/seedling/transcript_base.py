@@ -33,10 +33,8 @@ class Transcript:
 
 
 def pick(rng: np.random.Generator, options: Sequence[T]) -> T:
-    """One element, uniformly."""
     return options[int(rng.integers(len(options)))]
 
 
 def draw(rng: np.random.Generator, shares: dict[str, float]) -> str:
-    """One name, with the probability of its share."""
     return str(rng.choice(list(shares), p=list(shares.values())))

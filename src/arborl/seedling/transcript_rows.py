@@ -38,10 +38,8 @@ WRITERS: dict[str, tuple[float, Callable[[Generator], Transcript | list[Transcri
 
 
 def write(rng: Generator) -> list[Transcript]:
-    """The transcripts of one draw from the mixture."""
     shares = [share for share, _ in WRITERS.values()]
-    written = list(WRITERS.values())[int(rng.choice(len(shares), p=shares))][1](rng)
-    return written if isinstance(written, list) else [written]
+    return _write(rng, list(WRITERS)[int(rng.choice(len(shares), p=shares))])
 
 
 def transcripts(
@@ -76,15 +74,18 @@ def mixed_transcript_rows(parts: Sequence[Mapping[str, Any]], seed: int = 0) -> 
     return [row for part in parts for row in call_checked(transcript_rows, {"seed": seed, **part}, "parts")]
 
 
-def _write(rng: Generator, kind: str, skill: float | None, args: Mapping[str, Any] | None) -> list[Transcript]:
-    writers = {name: writer for name, (_, writer) in WRITERS.items()} | {"all": write}
-    if kind in writers and skill is None and args is None:
-        written = writers[kind](rng)
+def _write(
+    rng: Generator, kind: str, skill: float | None = None, args: Mapping[str, Any] | None = None
+) -> list[Transcript]:
+    if kind == "all" and skill is None and args is None:
+        return write(rng)
+    if kind in WRITERS and skill is None and args is None:
+        written = WRITERS[kind][1](rng)
         return written if isinstance(written, list) else [written]
     if kind == WORKED_SUMS and skill is None:
         return [worked_sum(rng, args)]
     if kind not in ENVS.table:
-        known = [*writers, WORKED_SUMS, *ENVS.table]
+        known = ["all", *WRITERS, WORKED_SUMS, *ENVS.table]
         raise ConfigError(f"kind={kind}: unknown.{did_you_mean(kind, known)} Known: {', '.join(known)}.")
     env = call_checked(ENVS[kind], dict(args or {}), "args")
 
@@ -111,14 +112,8 @@ def as_row(transcript: Transcript) -> Row:
 def _message(message: Message, trained: bool) -> Row:
     row: Row = {"role": message.role, "content": message.content}
     if message.tool_calls and not message.sampled:
-        row["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-            }
-            for call in message.tool_calls
-        ]
+        functions = [(one.id, {"name": one.name, "arguments": json.dumps(one.arguments)}) for one in message.tool_calls]
+        row["tool_calls"] = [{"id": id, "type": "function", "function": function} for id, function in functions]
     for key in ("tool_call_id", "name"):
         if getattr(message, key) is not None:
             row[key] = getattr(message, key)

@@ -33,7 +33,6 @@ class ServerLimits:
     """Limits for clients."""
 
     max_requests: int = 1024
-    """Requests at once."""
     max_body_bytes: int = 2**24
     answer_seconds: float = 600.0
     """Time limit of one answer."""
@@ -50,15 +49,6 @@ def make_app(
     limits: ServerLimits | None = None,
     extra: Sequence[Callable[[], AbstractAsyncContextManager[Any]]] = (),
 ) -> FastAPI:
-    """The ASGI application.
-
-    Args:
-        backend: the model.
-        sessions: sessions of its agents; None for none.
-        keys: API keys. Without keys, only requests to an IP address or `localhost` are answered.
-        limits: limits for clients.
-        extra: context managers that are open while the application runs, such as a `CheckpointFollower`.
-    """
     limits, keys = limits or ServerLimits(), keys or ApiKeys()
     load, workers = RequestLoad(limits.max_requests), RequestWorkers()
     rates = KeyRateLimits(keys.names, limits.per_minute, limits.burst)
@@ -178,13 +168,7 @@ class ServerMetrics:
 
 class ApiServer(uvicorn.Server):
     """Stops in two steps after a signal: it refuses new requests with Retry-After and finishes the running ones, then
-    closes its socket. A second signal stops it at once.
-
-    Args:
-        app: from `make_app`.
-        host, port: address to listen on.
-        drain_seconds: time limit of running requests.
-    """
+    closes its socket. A second signal stops it at once."""
 
     def __init__(self, app: FastAPI, host: str, port: int, drain_seconds: float = 60.0):
         super().__init__(uvicorn_config(app, host, port, 5, backlog=4096))
@@ -210,7 +194,6 @@ class ApiServer(uvicorn.Server):
             self.loop.call_soon_threadsafe(self.stop)
 
     def stop(self) -> None:
-        """Stop after the running requests."""
         self._stopping = asyncio.get_running_loop().create_task(self._drain_and_exit())
 
     async def _drain_and_exit(self) -> None:

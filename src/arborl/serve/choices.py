@@ -17,22 +17,14 @@ from arborl.chat.renderer import Renderer
 from arborl.serve.model_backend import ModelBackend, RequestError, ServiceUnavailable, TokenStream, TopLogprobs
 from arborl.types import FinishReason, Message, ToolCall, ToolSpec
 
-REPLACEMENT_CHARACTER = "\ufffd"
-"""Decoders write it for bytes that are not a complete character."""
+REPLACEMENT_CHARACTER = "\ufffd"  # decoders write it for bytes that are not a complete character
 ID_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 
 
 class Detokenizer:
-    """Decodes a stream of tokens into text, complete characters only.
-
-    The text of a token may depend on the token before it. So each new text is the difference of two decodings that
-    start at the last complete character. The texts joined equal the decoding of all tokens.
-
-    Example:
-        detokenizer = Detokenizer(renderer)
-        detokenizer.add([tokens of "caf"]), detokenizer.add([first byte of "é"]), detokenizer.add([second byte])
-        # "caf", "", "é"
-    """
+    """Decodes a stream of tokens into text, complete characters only. The text of a token may depend on the token
+    before it. So each new text is the difference of two decodings that start at the last complete character. The texts
+    joined equal the decoding of all tokens."""
 
     def __init__(self, renderer: Renderer):
         self.renderer = renderer
@@ -41,13 +33,11 @@ class Detokenizer:
         """First token of the window that is decoded; number of tokens whose text has been returned."""
 
     def add(self, ids: Sequence[int]) -> str:
-        """The text that these tokens complete."""
         self._ids += ids
         text = self.renderer.decode(self._ids[self._start :])
         return "" if text.endswith(REPLACEMENT_CHARACTER) else self._new(text)
 
     def flush(self) -> str:
-        """The incomplete rest."""
         return self._new(self.renderer.decode(self._ids[self._start :]))
 
     def _new(self, text: str) -> str:
@@ -57,17 +47,11 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Passes text until one of the stop texts; holds back text that may be the start of one.
-
-    Example:
-        matcher = StopMatcher(["</answer>"])
-        matcher.add("42</ans"), matcher.add("wer> and"), matcher.found      # "42", "", "</answer>"
-    """
+    """Passes text until one of the stop texts; holds back text that may be the start of one."""
 
     def __init__(self, stops: Sequence[str]):
         self.stops = tuple(stops)
-        self.held = ""
-        """Text that is held back; after a match, the stop text and everything behind it."""
+        self.held = ""  # text that is held back; after a match, the stop text and everything behind it
         self.found: str | None = None
 
     def add(self, text: str) -> str:
@@ -85,12 +69,10 @@ class StopMatcher:
         return passed
 
     def release(self) -> str:
-        """Return the text that was held back."""
         held, self.held = self.held, ""
         return held
 
     def _partial_match(self) -> int:
-        """Number of characters at the end that may start a stop text."""
         longest = max(map(len, self.stops)) - 1
         sizes = range(min(longest, len(self.held)), 0, -1)
         return next((size for size in sizes if any(stop.startswith(self.held[-size:]) for stop in self.stops)), 0)
@@ -118,32 +100,19 @@ class ChoiceDelta:
 class ChoiceOptions:
     """How a completion is turned into text and tool calls."""
 
-    stops: tuple[str, ...] = ()
-    """Texts that end the completion and are not part of it."""
-    parser: ToolCallParser | None = None
-    """Parser of tool calls; None without tools."""
-    prefix: str = ""
-    """First text of the answer, which was part of the prompt."""
+    stops: tuple[str, ...] = ()  # texts that end the completion and are not part of it
+    parser: ToolCallParser | None = None  # parser of tool calls; None without tools
+    prefix: str = ""  # first text of the answer, which was part of the prompt
     single_call: bool = False
-    """Keep only the first tool call."""
 
 
 class ChoiceStream:
-    """Reads one completion while it is sampled.
-
-    Args:
-        index: number of the choice in the response.
-        stream: the completion.
-        backend: the model that samples it.
-        options: stop texts and tool-call parser.
-    """
+    """Reads one completion while it is sampled."""
 
     def __init__(self, index: int, stream: TokenStream, backend: ModelBackend, options: ChoiceOptions):
         self.index, self.stream, self.backend, self.options = index, stream, backend, options
         self.ids: list[int] = []
-        """All sampled token ids."""
         self.text = ""
-        """All text returned so far."""
         self.tool_calls: tuple[ToolCall, ...] = ()
         self.finish_reason = ""
         self.version = backend.version
@@ -155,7 +124,6 @@ class ChoiceStream:
         self._new_tokens: list[SampledToken] = []
 
     async def deltas(self) -> AsyncIterator[ChoiceDelta]:
-        """New parts of the choice; the last one has a finish reason."""
         prefix = "" if self._hold_all else self._call_start.add(self.options.prefix)
         async with aclosing(aiter(self.stream)) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
@@ -172,7 +140,6 @@ class ChoiceStream:
                     yield self._delta(text)
 
     def message(self) -> Message:
-        """The answer exactly as the model sampled it."""
         return Message("assistant", self._full_text, tool_calls=self.tool_calls, sampled=True)
 
     def _decode(self, tokens: Sequence[int]) -> str:
@@ -205,11 +172,8 @@ class ChoiceStream:
 
 
 def parse_tool_calls(parser: ToolCallParser, text: str, seed: bytes) -> tuple[ToolCall, ...]:
-    """The tool calls of a text; none if one of them is malformed.
-
-    Ids are nine letters and digits, which every template accepts. They are a hash of `seed`: a template may show them
-    to the model, so equal inputs must give equal ids.
-    """
+    """The tool calls of a text; none if one of them is malformed. Ids are nine letters and digits, which every template
+    accepts. They are a hash of `seed`: a template may show them to the model, so equal inputs must give equal ids."""
     calls = parser.parse(text)
     if any(call.error is not None for call in calls):
         return ()
@@ -223,12 +187,7 @@ def tool_call_id(seed: bytes, number: int) -> str:
 
 def forced_call_prefix(renderer: Renderer, tools: Sequence[ToolSpec]) -> str:
     """The common first tokens of all calls of these tools, for `tool_choice`. The cut is between two tokens, because
-    the model does not continue half a token well.
-
-    Example:
-        forced_call_prefix(renderer, [add])          # '<tool_call>{"name": "add", "arguments":'
-        forced_call_prefix(renderer, [add, now])     # '<tool_call>{"name": "'
-    """
+    the model does not continue half a token well."""
     examples: tuple[dict[str, Any], ...] = ({}, {"a": 1}, {"b": "c"})
     try:
         texts = [renderer.parser.format(ToolCall("call_0", tool.name, args)) for tool in tools for args in examples]
@@ -240,14 +199,12 @@ def forced_call_prefix(renderer: Renderer, tools: Sequence[ToolSpec]) -> str:
 
 
 def token_logprobs(backend: ModelBackend, token: SampledToken) -> Iterator[tuple[str, float]]:
-    """Text and log-probability of the token, then of the most likely tokens at its position."""
     yield backend.renderer.decode([token.id]), token.logprob
     for id, logprob in token.top:
         yield backend.renderer.decode([id]), logprob
 
 
 async def merge_deltas(choices: Sequence[ChoiceStream]) -> AsyncIterator[tuple[ChoiceStream, ChoiceDelta]]:
-    """Deltas of all choices in the order of their arrival."""
     if len(choices) == 1:
         async with aclosing(choices[0].deltas()) as deltas:  # type: ignore[type-var]
             async for delta in deltas:

@@ -15,8 +15,7 @@ from arborl.types import Message, Task
 if TYPE_CHECKING:  # needs the extra `serve`
     from arborl.serve.episode_server import ExternalEpisode
 
-EXIT_SECONDS = 5.0
-"""Time for a program to exit after it posted its reward."""
+EXIT_SECONDS = 5.0  # time for a program to exit after it posted its reward
 
 
 class EndpointAgent(Agent):
@@ -72,7 +71,9 @@ class EndpointAgent(Agent):
         if episode.max_turns is not None:
             raise episode.max_turns
         if not episode.num_steps:
-            await env.step(self._answer_message(answer, episode))
+            answer = answer if episode.answer is None else episode.answer
+            last_reply = episode.backend.last_reply or Message("assistant")
+            await env.step(last_reply if answer is None or self.answer == "reply" else Message("assistant", answer))
 
     async def _play(self, episode: ExternalEpisode, url: str) -> str | None:
         """The program's answer. If the program fails after it exceeded a limit, the episode ends by that limit; if the
@@ -108,11 +109,6 @@ class EndpointAgent(Agent):
             await asyncio.wait([program, *ends], timeout=EXIT_SECONDS)  # a program may ignore its cancellation
             if program.done() and not program.cancelled():
                 program.exception()  # mark as retrieved
-
-    def _answer_message(self, answer: str | None, episode: ExternalEpisode) -> Message:
-        last_reply = episode.backend.last_reply or Message("assistant")
-        answer = answer if episode.answer is None else episode.answer
-        return last_reply if answer is None or self.answer == "reply" else Message("assistant", answer)
 
 
 def _make_program(command: Any, call: str | None, url: str | None, max_processes: int) -> Any:

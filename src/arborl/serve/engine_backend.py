@@ -17,6 +17,7 @@ from arborl.chat.tokenizer import TextTokenizer
 from arborl.engines.engine import Engine, TokenListener, Weights
 from arborl.engines.engine_requests import check_sampling, read_prompt
 from arborl.errors import EngineError
+from arborl.retry import CircuitBreaker
 from arborl.serve.model_backend import (
     CONTEXT_LENGTH_EXCEEDED,
     TEMPLATE_ERRORS,
@@ -28,11 +29,9 @@ from arborl.serve.model_backend import (
     TokenStream,
     TopLogprobs,
 )
-from arborl.tools.remote.circuit_breaker import CircuitBreaker
 from arborl.types import Completion, Message, Metrics, Sampling, ToolSpec
 
-Token = tuple[int, float, TopLogprobs]
-"""Id, log-probability, most likely tokens."""
+Token = tuple[int, float, TopLogprobs]  # id, log-probability, most likely tokens
 
 
 class EngineThread(Engine):
@@ -99,7 +98,6 @@ class TokenQueue:
             self._loop.call_soon_threadsafe(self.ready.set)
 
     def take(self) -> list[Token]:
-        """Remove and return all waiting tokens."""
         self.ready.clear()
         self._wake_up_scheduled = False  # before the list is emptied: a token that arrives now is taken or wakes again
         tokens, self._tokens = self._tokens, []
@@ -152,16 +150,7 @@ def _chunk(tokens: Sequence[Token], top_logprobs: int) -> TokenChunk:
 
 
 class EngineBackend:
-    """A model with its chat template, sampled by an engine.
-
-    Args:
-        engine, renderer: the model. The engine is called from this event loop.
-        vocab_size: number of token ids.
-        name: model name for clients.
-        max_context: tokens of prompt and completion.
-        sampling: defaults for fields that a request leaves out.
-        breaker: circuit breaker of the engine.
-    """
+    """A model with its chat template, sampled by an engine."""
 
     def __init__(
         self,
@@ -220,7 +209,6 @@ class EngineBackend:
         return EngineTokenStream(self, tuple(prompt), sampling, request)
 
     async def check_breaker(self) -> None:
-        """Raise if the circuit breaker of the engine is open."""
         try:
             async with asyncio.timeout(0.02):
                 await self.breaker.acquire()

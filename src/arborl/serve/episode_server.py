@@ -28,7 +28,7 @@ from arborl.envs.env import Env
 from arborl.errors import ConfigError, ContextFull, EpisodeError, EpisodeLimitReached, MaxTurns
 from arborl.rewards.answers import POSTED
 from arborl.rollout.recorder import Recorder
-from arborl.serve.middleware import add_error_handlers, body_too_large, error_response, has_allowed_length
+from arborl.serve.middleware import add_error_handlers, error_response
 from arborl.serve.model_backend import (
     CONTEXT_LENGTH_EXCEEDED,
     TEMPLATE_ERRORS,
@@ -50,20 +50,11 @@ MAX_BODY_BYTES = 2**24
 EPISODE_PATH = re.compile(r"/(?:e|v1/episodes)/(?P<id>[^/]+)(?:/|\Z)")
 UNKNOWN_EPISODE = "unknown episode, or it has ended"
 EPISODE_ENDED = "this episode has ended: its reward was posted, or the program exited"
-KEEP_ALIVE_SECONDS = 600.0
-"""Time that a connection may be idle: a program may work for minutes between two calls."""
-
-
-# ------------------------------------------------------------------------------------------------ model calls
+KEEP_ALIVE_SECONDS = 600.0  # time that a connection may be idle: a program may work for minutes between two calls
 
 
 class RecordingBackend:
-    """The model of one episode: every call goes through the episode's recorder.
-
-    Args:
-        recorder: records the calls.
-        max_calls: model calls of the program.
-    """
+    """The model of one episode: every call goes through the episode's recorder."""
 
     name = "policy"
 
@@ -74,10 +65,8 @@ class RecordingBackend:
         self.reply_cache = ReplyCache()
         self.num_calls = 0
         self.last_reply: Message | None = None
-        self.limit_reached: EpisodeLimitReached | None = None
-        """The limit that the last call exceeded."""
-        self.failure: EpisodeError | None = None
-        """A failure that the program did not cause."""
+        self.limit_reached: EpisodeLimitReached | None = None  # the limit that the last call exceeded
+        self.failure: EpisodeError | None = None  # A failure that the program did not cause
         self.failed = asyncio.Event()
         self.is_closed = False
         self._context = contextvars.copy_context()
@@ -115,7 +104,6 @@ class RecordingBackend:
         raise RequestError("training records conversations: use /v1/chat/completions or /v1/responses", status=404)
 
     async def call(self, stream: RecordedTokenStream) -> Call:
-        """One recorded model call of the episode."""
         self.check_open()
         self.num_calls += 1
         if self.num_calls > self.max_calls:
@@ -154,11 +142,9 @@ class RecordingBackend:
         )
 
     async def run_in_episode(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work` in the context of the episode."""
         return await asyncio.create_task(work, context=self._context.copy())
 
     def fail(self, error: EpisodeError) -> None:
-        """Mark the episode as failed."""
         self.failure = self.failure or error
         self.failed.set()
 
@@ -192,41 +178,26 @@ class RecordedTokenStream:
         yield TokenChunk(completion.tokens, completion.logprobs, finish=completion.finish, version=completion.version)
 
 
-# ------------------------------------------------------------------------------------------------ episodes
-
-
 class ExternalEpisode:
-    """An episode that an external program plays.
-
-    Args:
-        task: the task.
-        opening: first messages of the environment.
-        env: the environment.
-        model: recorder of the model calls.
-        max_calls: model calls of the program.
-    """
+    """An episode that an external program plays."""
 
     def __init__(self, task: Task, opening: Sequence[Message], env: Env, model: Recorder, max_calls: int):
         self.task, self.opening, self.env, self.model = task, tuple(opening), env, model
         self.id = secrets.token_urlsafe(24)
         self.backend = RecordingBackend(model, max_calls)
         self.answer: str | None = None
-        """The answer that the program posted."""
         self.rewarded = asyncio.Event()
         self.server: EpisodeServer | None = None
         self.num_steps = 0
-        self.max_turns: MaxTurns | None = None
-        """Set if the environment reached its last turn."""
+        self.max_turns: MaxTurns | None = None  # set if the environment reached its last turn
         self._step_lock = asyncio.Lock()
         self._is_done = False
 
     @property
     def question(self) -> str:
-        """The opening as text, without system messages."""
         return "\n\n".join(message.content for message in self.opening if message.role != "system")
 
     def task_object(self) -> dict[str, Any]:
-        """The task as JSON for the program."""
         return {
             "id": self.task.id,
             "question": self.question,
@@ -235,7 +206,6 @@ class ExternalEpisode:
         }
 
     async def step(self, content: str) -> dict[str, Any]:
-        """One step of the environment."""
         self.backend.check_open()
         async with self._step_lock:
             if self._is_done:
@@ -262,24 +232,13 @@ class ExternalEpisode:
         self.rewarded.set()
 
     async def finish(self) -> None:
-        """Accept no further calls and wait for a running step."""
         self.backend.is_closed = True
         async with self._step_lock:
             return
 
 
 class EpisodeServer:
-    """The HTTP server of an event loop, with the episodes that are open.
-
-    Args:
-        host, port: address to listen on; port 0 for any free one.
-        public_url: URL for programs if it differs from that address.
-
-    Example:
-        server = await EpisodeServer.get("127.0.0.1", 0)
-        with server.open(episode) as url:
-            ...                                # the program calls f"{url}/v1"
-    """
+    """The HTTP server of an event loop, with the episodes that are open."""
 
     _servers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, int], EpisodeServer]] = WeakKeyDictionary()
 
@@ -320,7 +279,6 @@ class EpisodeServer:
             del self.episodes[episode.id]
 
     def process_slots(self, max_processes: int) -> asyncio.Semaphore:
-        """The concurrency limit of programs that are started as processes."""
         return self._slots.setdefault(max_processes, asyncio.Semaphore(max_processes))
 
     async def _serve(self) -> None:
@@ -388,12 +346,7 @@ class BackgroundServer(uvicorn.Server):
 
 
 class EpisodeMiddleware(RequestFilter):
-    """Rejects requests to unknown episodes and too large ones before their body is read.
-
-    Args:
-        app: the application.
-        episodes: open episodes by id. The id is the secret.
-    """
+    """Rejects requests to unknown episodes and too large ones before their body is read."""
 
     def __init__(self, app: Any, episodes: Mapping[str, ExternalEpisode]):
         super().__init__(app, None, MAX_BODY_BYTES)
@@ -403,10 +356,10 @@ class EpisodeMiddleware(RequestFilter):
         match = EPISODE_PATH.match(path)
         if match is None or match["id"] not in self.episodes:
             return error_response(404, UNKNOWN_EPISODE, "episode_not_found")
-        return None if has_allowed_length(headers, self.max_body) else self._too_large()
+        return self._length_error(headers)
 
-    def _too_large(self) -> Any:
-        return body_too_large(self.max_body)
+    def error(self, status: int, detail: str, headers: dict[str, str] | None = None) -> Any:
+        return error_response(status, detail, headers=headers)
 
 
 def _address_family(host: str) -> socket.AddressFamily:

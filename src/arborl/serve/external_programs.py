@@ -11,33 +11,24 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import sys
 import threading
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from arborl import child_process
 from arborl.agents.agent_interface import is_async
+from arborl.child_process import CommandFailed, run_command
 from arborl.errors import paused_deadlines
 from arborl.registry import load
 from arborl.serve.episode_server import ExternalEpisode
 from arborl.tools.core.background_threads import run_in_thread
 from arborl.tools.remote.http_connections import HttpConnections
 
-MAX_OUTPUT_BYTES = 2**20
-"""Output of a process."""
 MAX_TASK_BYTES = 100_000
 """Size of the variable ARBORL_TASK; Linux accepts 128 KiB."""
-DRAIN_SECONDS = 1.0
-"""Time to read the output after the process tree has ended: a process outside the tree may hold the pipe open."""
-KILL_SECONDS = 15.0
-"""Time for the guard process to end the process tree before it is killed."""
 API_KEY = "arborl"
 """Clients need some key; the URL identifies the episode."""
 NAMED_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -51,19 +42,12 @@ class ProgramError(RuntimeError):
 class ExternalProgram(Protocol):
     name: str
 
-    async def play(self, episode: ExternalEpisode, url: str) -> str | None:
-        """Play the episode at this URL; returns the program's answer."""
-        ...
+    async def play(self, episode: ExternalEpisode, url: str) -> str | None: ...
 
 
 class CommandProgram:
     """A process per task. It reads the question from standard input and the URL from its environment, and prints its
-    answer. The process and its children are ended with the episode.
-
-    Args:
-        words: the program and its arguments.
-        max_processes: processes at once; further episodes wait, and their clocks stop meanwhile.
-    """
+    answer. The process and its children are ended with the episode."""
 
     def __init__(self, words: Sequence[str], max_processes: int):
         if isinstance(words, str) or not words or not all(isinstance(word, str) for word in words):
@@ -85,30 +69,11 @@ class CommandProgram:
             slots.release()
 
     async def _run(self, question: str, environment: Mapping[str, str]) -> str | None:
-        command = [sys.executable, "-I", "-S", str(Path(child_process.__file__)), *self.words]
-        pipe = asyncio.subprocess.PIPE
-        async with output_pipe() as (reader, write_end):
-            child = await asyncio.create_subprocess_exec(
-                *command, stdin=pipe, stdout=write_end, stderr=pipe, env=environment, start_new_session=True
-            )
-            os.close(write_end)
-            output = bytearray()
-            reading = asyncio.create_task(_read(reader, output, child))
-            try:
-                assert child.stdin is not None
-                assert child.stderr is not None
-                child.stdin.write(question.encode("utf-8", "replace"))
-                child.stdin.close()
-                errors = await child.stderr.read()  # only the guard holds this pipe: it closes when the guard ends
-                await asyncio.wait([reading], timeout=DRAIN_SECONDS)
-            finally:
-                reading.cancel()
-                await _end(child)
-        if len(output) > MAX_OUTPUT_BYTES:
-            raise ProgramError(f"it printed more than {MAX_OUTPUT_BYTES:,} bytes; print only the answer")
-        if errors:  # written by the guard after a failure
-            *details, reason = errors.decode(errors="replace").strip().split("\n")
-            raise ProgramError("\n".join([reason, *details]))
+        try:
+            output = await run_command(self.words, question.encode("utf-8", "replace"), environment)
+        except CommandFailed as error:
+            *details, reason = str(error).split("\n")
+            raise ProgramError("\n".join([reason, *details])) from None
         return output.decode(errors="replace").strip() or None
 
     def _environment(self, episode: ExternalEpisode, url: str) -> dict[str, str]:
@@ -124,11 +89,7 @@ class CommandProgram:
 
 class FunctionProgram:
     """A Python function, which runs in a thread and returns its answer. Async functions share one thread. Its
-    parameters are some of `FUNCTION_ARGUMENTS`.
-
-    Args:
-        path: `package.module:function`.
-    """
+    parameters are some of `FUNCTION_ARGUMENTS`."""
 
     def __init__(self, path: str):
         self.name, self.function = path, load(path, "program")
@@ -155,11 +116,7 @@ class FunctionProgram:
 
 class HttpProgram:
     """A running service, which receives each task as a POST. It replies with `{"answer": …}` at the end; or with status
-    202 at once, and posts its reward at the end.
-
-    Args:
-        url: address of the service.
-    """
+    202 at once, and posts its reward at the end."""
 
     def __init__(self, url: str):
         parts = urlsplit(url)
@@ -169,9 +126,8 @@ class HttpProgram:
 
     async def play(self, episode: ExternalEpisode, url: str) -> str | None:
         body = {"task": episode.task_object(), "base_url": f"{url}/v1", "api_key": API_KEY, "episode_url": url}
-        response = await HttpConnections(self.url, {"Connection": "close"}).request(
-            "POST", "", json.dumps(body).encode()
-        )
+        data = json.dumps(body).encode()
+        response = await HttpConnections(self.url, {"Connection": "close"}).request("POST", "", data)
         if response.status == 202:
             await episode.rewarded.wait()
             return None
@@ -204,46 +160,3 @@ async def _await_call(call: Callable[[], Awaitable[Any]]) -> Any:
 def _path() -> str:
     """PATH with this interpreter first, so that `python` is the same one."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-
-
-@asynccontextmanager
-async def output_pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
-    """A pipe for the output of a process: a reader, and the descriptor to write to, which the caller closes.
-
-    It is not a pipe of asyncio's subprocess: asyncio reports the end of a process only after those are closed.
-    """
-    read_end, write_end = os.pipe()
-    reader = asyncio.StreamReader()
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", 0)
-    )
-    try:
-        yield reader, write_end
-    finally:
-        transport.close()
-
-
-async def _read(reader: asyncio.StreamReader, output: bytearray, child: asyncio.subprocess.Process) -> None:
-    """Collect the output of a process; end a process that prints too much."""
-    while data := await reader.read(2**16):
-        if len(output) > MAX_OUTPUT_BYTES:
-            continue
-        output += data
-        if len(output) > MAX_OUTPUT_BYTES:
-            _signal(child, signal.SIGTERM)
-
-
-async def _end(child: asyncio.subprocess.Process) -> None:
-    """End the guard, the program and its children. A second cancellation does not interrupt this."""
-    _signal(child, signal.SIGTERM)
-    deadline = time.monotonic() + KILL_SECONDS
-    while child.returncode is None:
-        with suppress(asyncio.CancelledError):
-            await asyncio.sleep(0.002)
-        if time.monotonic() > deadline:
-            _signal(child, signal.SIGKILL)
-
-
-def _signal(child: asyncio.subprocess.Process, number: int) -> None:
-    with suppress(ProcessLookupError):
-        child.send_signal(number)

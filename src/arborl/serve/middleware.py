@@ -25,28 +25,20 @@ from arborl.errors import ArborError, ConfigError
 from arborl.serve.model_backend import RequestError, ServiceUnavailable
 from arborl.spans import span
 from arborl.tools.core.rate_limit import RateLimit, RateLimitTimeout
-from arborl.tools.remote.http_middleware import RequestFilter, is_local_request, request_api_key
+from arborl.tools.remote.http_middleware import RequestFilter, request_api_key
 from arborl.tools.remote.tool_protocol import encode_api_key, replace_surrogates
 
 log = logging.getLogger(__name__)
 
 NO_KEY = "anyone"
-"""Key name of requests to a server without keys."""
-PUBLIC_PATHS = ("/health", "/live", "/ready")
-"""Paths that need no key."""
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
-"""Request ids that are accepted from clients."""
 RATE_CHECK_SECONDS = 1.0
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-
-
-# ------------------------------------------------------------------------------------------------ error responses
 
 
 def error_response(
     status: int, message: str, code: str | None = None, param: str | None = None, headers: dict[str, str] | None = None
 ) -> JSONResponse:
-    """An error in OpenAI's format."""
     return JSONResponse(error_body(status, message, code, param), status, headers)
 
 
@@ -56,13 +48,11 @@ def error_body(status: int, message: str, code: str | None = None, param: str | 
 
 
 def error_of(error: RequestError | ServiceUnavailable) -> tuple[int, dict[str, Any]]:
-    """HTTP status and body of an exception."""
     param = error.param if isinstance(error, RequestError) else None
     return error.status, error_body(error.status, str(error), error.code, param)
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Turn exceptions of the routes into error responses."""
 
     async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError | ServiceUnavailable)
@@ -91,16 +81,8 @@ def retry_after(error: ServiceUnavailable) -> dict[str, str]:
     return {"Retry-After": str(max(1, math.ceil(error.retry_seconds)))}
 
 
-# ------------------------------------------------------------------------------------------------ keys and rates
-
-
 class ApiKeys:
-    """API keys, stored as hashes. All of them are compared on every lookup, so that its time reveals nothing.
-
-    Example:
-        keys = ApiKeys(["sk-long-and-random"])
-        keys.find(b"sk-long-and-random")      # 'key-3f9a0c12': its name in logs and metrics
-    """
+    """API keys, stored as hashes. All of them are compared on every lookup, so that its time reveals nothing."""
 
     def __init__(self, keys: Iterable[str] = ()):
         self._digests = {hashlib.sha256(encode_api_key(key)).digest() for key in keys}
@@ -110,11 +92,9 @@ class ApiKeys:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all keys; `NO_KEY` alone without keys."""
         return tuple(_key_name(digest) for digest in sorted(self._digests)) or (NO_KEY,)
 
     def find(self, key: bytes) -> str | None:
-        """The name of a key; None if it is unknown."""
         digest, name = hashlib.sha256(key).digest(), None
         for known in self._digests:
             if hmac.compare_digest(known, digest):
@@ -142,15 +122,8 @@ def read_api_keys(flags: Iterable[str], file: Path | None, environment: str | No
 
 
 class KeyRateLimits:
-    """Requests per minute of each key, counted across all servers of this machine with the same key and limits.
-
-    Servers with other limits count separately, so that files of an earlier server cannot block a new one.
-
-    Args:
-        names: names of the keys.
-        per_minute: 0 for no limit.
-        burst: requests at once after a pause.
-    """
+    """Requests per minute of each key, counted across all servers of this machine with the same key and limits. Servers
+    with other limits count separately, so that files of an earlier server cannot block a new one."""
 
     def __init__(self, names: Iterable[str], per_minute: float = 0.0, burst: int = 1):
         self.per_minute = per_minute
@@ -178,11 +151,6 @@ class KeyRateLimits:
         return self._failure
 
     async def count(self, name: str) -> None:
-        """Count one request of a key.
-
-        Raises:
-            ServiceUnavailable: it exceeds the limit, or cannot be counted.
-        """
         if not self.per_minute:
             return
         try:
@@ -209,14 +177,14 @@ class RequestLoad:
         self.max_requests, self.num_running, self.is_draining = max_requests, 0, False
         self._idle = asyncio.Event()
 
-    def enter(self) -> None:
+    def __enter__(self) -> None:
         if self.is_draining:
             raise ServiceUnavailable("the server is shutting down", 2.0)
         if self.num_running >= self.max_requests:
             raise ServiceUnavailable(f"{self.num_running} requests are running", 1.0, 429, "overloaded")
         self.num_running += 1
 
-    def leave(self) -> None:
+    def __exit__(self, *error: object) -> None:
         self.num_running -= 1
         if self.num_running == 0:
             self._idle.set()
@@ -234,20 +202,10 @@ class RequestLoad:
         return True
 
 
-# ------------------------------------------------------------------------------------------------ middleware
-
-
 class ApiMiddleware(RequestFilter):
-    """Rejects requests by their headers alone; counts, limits and logs the others.
+    """Rejects requests by their headers alone; counts, limits and logs the others."""
 
-    Args:
-        app: the application.
-        keys: all paths except `PUBLIC_PATHS` need one of them. Without keys, the Host header must be an IP address or
-            `localhost`.
-        max_body: bytes.
-        load, rates: limits of concurrency and frequency.
-        on_request: called with path, status and seconds of every request.
-    """
+    public_paths = ("/health", "/live", "/ready")
 
     def __init__(
         self,
@@ -258,7 +216,7 @@ class ApiMiddleware(RequestFilter):
         rates: KeyRateLimits,
         on_request: Callable[[str, int, float], None] = lambda path, status, seconds: None,
     ):
-        super().__init__(app, None, max_body)
+        super().__init__(app, b"" if keys else None, max_body)
         self.keys, self.load, self.rates, self.on_request = keys, load, rates, on_request
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -294,38 +252,25 @@ class ApiMiddleware(RequestFilter):
 
     async def _handle(self, scope: Any, receive: Any, send: Any, headers: Mapping[bytes, bytes], key_name: str) -> None:
         """Apply the limits. Only POST requests are counted as load."""
-        if (refusal := self._refusal(scope["path"], headers)) is not None:
+        if (refusal := self._rejection(scope["path"], headers)) is not None:
             await refusal(scope, receive, send)
             return
-        if scope["method"] != "POST" or scope["path"] in PUBLIC_PATHS:
+        if scope["method"] != "POST" or scope["path"] in self.public_paths:
             await self.forward(scope, receive, send)
             return
-        entered = False
         try:
-            self.load.enter()
-            entered = True
-            await self.rates.count(key_name)
-            await self.forward(scope, receive, send)
+            with self.load:
+                await self.rates.count(key_name)
+                await self.forward(scope, receive, send)
         except ServiceUnavailable as error:
             response = error_response(error.status, str(error), error.code, headers=retry_after(error))
             await response(scope, receive, send)
-        finally:
-            if entered:
-                self.load.leave()
 
-    def _refusal(self, path: str, headers: Mapping[bytes, bytes]) -> Any:
-        if not self.keys and not is_local_request(headers):
-            host = (headers.get(b"origin") or headers.get(b"host", b"")).decode("latin-1")
-            return error_response(
-                421, f"a server without API keys accepts only IP addresses and localhost as host, not {host!r}"
-            )
-        if self.keys and path not in PUBLIC_PATHS and self.keys.find(request_api_key(headers)) is None:
-            authenticate = {"WWW-Authenticate": "Bearer"}
-            return error_response(401, "wrong or missing API key", "invalid_api_key", headers=authenticate)
-        return None if has_allowed_length(headers, self.max_body) else self._too_large()
+    def is_key(self, key: bytes) -> bool:
+        return self.keys.find(key) is not None
 
-    def _too_large(self) -> Any:
-        return body_too_large(self.max_body)
+    def error(self, status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
+        return error_response(status, detail, "invalid_api_key" if status == 401 else None, headers=headers)
 
     def _log(self, scope: Any, route: str, status: int, seconds: float) -> None:
         """One line of JSON per request, without contents and without the key."""
@@ -338,13 +283,3 @@ class ApiMiddleware(RequestFilter):
             "method": scope["method"], "route": route, "status": status, "seconds": round(seconds, 4), **usage,
         }  # fmt: skip
         log.info("%s", json.dumps(row))
-
-
-def has_allowed_length(headers: Mapping[bytes, bytes], max_body: int) -> bool:
-    """Whether Content-Length is a number within the limit."""
-    length = headers.get(b"content-length", b"0")
-    return length.isdigit() and len(length) <= 18 and int(length) <= max_body
-
-
-def body_too_large(max_body: int) -> JSONResponse:
-    return error_response(413, f"the body exceeds {max_body:,} bytes")

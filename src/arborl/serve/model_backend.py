@@ -41,14 +41,10 @@ class ServiceUnavailable(ArborError):
 class GenerationRequest:
     """How one completion is sampled."""
 
-    sampling: Sampling
-    """A backend lowers `max_tokens` to the room that the prompt leaves in the context."""
-    top_logprobs: int = 0
-    """Number of most likely tokens to return for each position."""
-    prefix: str = ""
-    """First text of the answer. It is part of the prompt and is not sampled."""
-    session: str = ""
-    """Requests of one session tend to share a prefix."""
+    sampling: Sampling  # A backend lowers `max_tokens` to the room that the prompt leaves in the context
+    top_logprobs: int = 0  # number of most likely tokens to return for each position
+    prefix: str = ""  # First text of the answer. It is part of the prompt and is not sampled.
+    session: str = ""  # requests of one session tend to share a prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +53,9 @@ class TokenChunk:
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    top: tuple[TopLogprobs, ...] = ()
-    """One entry for each token if `top_logprobs` was requested."""
+    top: tuple[TopLogprobs, ...] = ()  # one entry for each token if `top_logprobs` was requested
     finish: FinishReason | None = None
-    """Finish reason; set in the last chunk."""
     version: int = 0
-    """Policy version of the last token."""
 
 
 class TokenStream(Protocol):
@@ -74,11 +67,9 @@ class TokenStream(Protocol):
 
 
 class ReplyCache:
-    """Sampled messages with tool calls, by the id of their first call; the oldest are evicted first.
-
-    A client sends back parsed tool calls, and the template would write them in its own form. If the calls are
-    unchanged, the model is shown the text that it sampled, as in training.
-    """
+    """Sampled messages with tool calls, by the id of their first call; the oldest are evicted first. A client sends
+    back parsed tool calls, and the template would write them in its own form. If the calls are unchanged, the model is
+    shown the text that it sampled, as in training."""
 
     def __init__(self, max_messages: int = 4096):
         self.max_messages = max_messages
@@ -103,19 +94,13 @@ class ModelBackend(Protocol):
     """A model behind the routes. `RequestError` and `ServiceUnavailable` are raised before the first chunk."""
 
     name: str
-    """Model name for clients."""
     renderer: Renderer
     max_context: int
-    """Tokens of prompt and completion."""
-    sampling: Sampling
-    """Defaults for fields that a request leaves out."""
+    sampling: Sampling  # defaults for fields that a request leaves out
     version: int
-    """Policy version."""
     reply_cache: ReplyCache
 
-    def accepts_model(self, model: str) -> bool:
-        """Whether a request may use this model name."""
-        ...
+    def accepts_model(self, model: str) -> bool: ...
 
     def chat(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], requests: Sequence[GenerationRequest]

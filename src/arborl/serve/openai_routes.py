@@ -14,21 +14,10 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from arborl.serve import parsing
 from arborl.serve.choices import ChoiceDelta, ChoiceStream, SampledToken, merge_deltas, token_logprobs
 from arborl.serve.middleware import error_of
 from arborl.serve.model_backend import ModelBackend, RequestError, ServiceUnavailable
-from arborl.serve.parsing import (
-    RequestWorkers,
-    ToolSelection,
-    bounded_route,
-    check_model_name,
-    choice_options,
-    encode_prompt,
-    generation_request,
-    parse_messages,
-    repeat_with_seeds,
-    select_tools,
-)
 from arborl.serve.schemas import ChatRequest, CompletionOptions, CompletionRequest, ResponseRequest, ToolChoice
 from arborl.types import ToolCall
 
@@ -41,72 +30,66 @@ DISCONNECT_CHECK_SECONDS = 1.0
 
 
 def openai_routes(
-    backend_of: BackendOf, seconds: float | None = None, prefix: str = "/v1", workers: RequestWorkers | None = None
+    backend_of: BackendOf,
+    seconds: float | None = None,
+    prefix: str = "/v1",
+    workers: parsing.RequestWorkers | None = None,
 ) -> APIRouter:
-    """Routes that sample.
+    """Routes that sample."""
+    workers = workers or parsing.RequestWorkers()
+    router = APIRouter(prefix=prefix, route_class=parsing.bounded_route(workers))
 
-    Args:
-        backend_of: selects the backend of a request.
-        seconds: time limit of one answer.
-        prefix: of the paths.
-        workers: threads for large requests; one instance for all routes of an application.
-    """
-    workers = workers or RequestWorkers()
-    router = APIRouter(prefix=prefix, route_class=bounded_route(workers))
+    async def answer(body: Any, request: Request, choices_of: Any, writer: Any) -> Response:
+        backend = backend_of(request)
+        parsing.check_model_name(body.model, backend)
+        choices = await workers.run(lambda: choices_of(body, backend, seconds), request.state.body_size)
+        return await send(writer(body, backend, choices), request, body.stream)
 
     @router.post("/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Complete a conversation."""
-        backend = backend_of(request)
-        check_model_name(body.model, backend)
-        choices = await workers.run(lambda: chat_choices(body, backend, seconds), request.state.body_size)
-        return await send(ChatCompletionWriter(body, backend, choices), request, body.stream)
+        return await answer(body, request, chat_choices, ChatCompletionWriter)
 
     @router.post("/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete texts or token ids."""
-        backend = backend_of(request)
-        check_model_name(body.model, backend)
-        choices = await workers.run(lambda: text_choices(body, backend, seconds), request.state.body_size)
-        return await send(TextCompletionWriter(body, backend, choices), request, body.stream)
+        return await answer(body, request, text_choices, TextCompletionWriter)
 
     @router.post("/responses", response_model=None)
     async def responses(body: ResponseRequest, request: Request) -> Response:
         """Answer a text, or the items of a conversation."""
-        backend = backend_of(request)
-        check_model_name(body.model, backend)
-        choice = await workers.run(lambda: response_choice(body, backend, seconds), request.state.body_size)
-        return await send(ResponseWriter(body, backend, choice), request, body.stream)
+        return await answer(body, request, response_choice, ResponseWriter)
 
     return router
 
 
 def chat_choices(body: ChatRequest, backend: ModelBackend, seconds: float | None) -> list[ChoiceStream]:
-    tools = select_tools(body.tools, body.tool_choice, backend)
+    tools = parsing.select_tools(body.tools, body.tool_choice, backend)
     max_tokens = body.max_completion_tokens or body.max_tokens
-    request = generation_request(body, backend, max_tokens, seconds, body.top_logprobs or 0, tools.prefix)
-    messages, options = backend.reply_cache.restore(parse_messages(body.messages)), choice_options(body, tools, backend)
-    streams = backend.chat(messages, tools.specs, repeat_with_seeds(request, body.n))
+    request = parsing.generation_request(body, backend, max_tokens, seconds, body.top_logprobs or 0, tools.prefix)
+    messages, options = (
+        backend.reply_cache.restore(parsing.parse_messages(body.messages)),
+        parsing.choice_options(body, tools, backend),
+    )
+    streams = backend.chat(messages, tools.specs, parsing.repeat_with_seeds(request, body.n))
     return [ChoiceStream(i, stream, backend, options) for i, stream in enumerate(streams)]
 
 
 def text_choices(body: CompletionRequest, backend: ModelBackend, seconds: float | None) -> list[ChoiceStream]:
-    prompts = [encode_prompt(prompt, backend) for prompt in body.prompts]
-    request = generation_request(body, backend, body.max_tokens, seconds, body.logprobs or 0)
-    options = choice_options(body, ToolSelection(), backend)
-    streams = [backend.complete(prompt, one) for prompt in prompts for one in repeat_with_seeds(request, body.n)]
+    prompts = [parsing.encode_prompt(prompt, backend) for prompt in body.prompts]
+    request = parsing.generation_request(body, backend, body.max_tokens, seconds, body.logprobs or 0)
+    options = parsing.choice_options(body, parsing.ToolSelection(), backend)
+    requests = parsing.repeat_with_seeds(request, body.n)
+    streams = [backend.complete(prompt, one) for prompt in prompts for one in requests]
     return [ChoiceStream(i, stream, backend, options) for i, stream in enumerate(streams)]
 
 
 def response_choice(body: ResponseRequest, backend: ModelBackend, seconds: float | None) -> ChoiceStream:
-    tools = select_tools(body.tools, body.tool_choice, backend)
-    request = generation_request(body, backend, body.max_output_tokens, seconds, prefix=tools.prefix)
-    messages = backend.reply_cache.restore(parse_messages(input_messages(body)))
+    tools = parsing.select_tools(body.tools, body.tool_choice, backend)
+    request = parsing.generation_request(body, backend, body.max_output_tokens, seconds, prefix=tools.prefix)
+    messages = backend.reply_cache.restore(parsing.parse_messages(input_messages(body)))
     (stream,) = backend.chat(messages, tools.specs, [request])
-    return ChoiceStream(0, stream, backend, choice_options(body, tools, backend))
-
-
-# ------------------------------------------------------------------------------------------------ completions
+    return ChoiceStream(0, stream, backend, parsing.choice_options(body, tools, backend))
 
 
 class CompletionWriter(ABC):
@@ -118,7 +101,6 @@ class CompletionWriter(ABC):
         self.body, self.backend, self.choices = body, backend, choices
         self.header = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": backend.name}
         self._started: set[int] = set()
-        """Choices whose first chunk was sent."""
 
     @abstractmethod
     def choice_object(self, choice: ChoiceStream, tokens: Sequence[SampledToken]) -> Object:
@@ -138,7 +120,6 @@ class CompletionWriter(ABC):
         return {"prompt_token_ids": list(choice.stream.prompt), "token_ids": list(choice.ids)}
 
     async def json_object(self) -> Object:
-        """The whole response."""
         tokens: dict[int, list[SampledToken]] = {choice.index: [] for choice in self.choices}
         async with aclosing(merge_deltas(self.choices)) as deltas:  # type: ignore[type-var]
             async for choice, delta in deltas:
@@ -149,7 +130,6 @@ class CompletionWriter(ABC):
                 "system_fingerprint": f"step-{version}"}  # fmt: skip
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The response as server-sent events."""
         options, header = self.body.stream_options, {**self.header, "object": self.chunk_kind}
         include_usage = options is not None and options.include_usage
         async with aclosing(merge_deltas(self.choices)) as deltas:  # type: ignore[type-var]
@@ -218,8 +198,7 @@ class TextCompletionWriter(CompletionWriter):
 
     def __init__(self, body: CompletionRequest, backend: ModelBackend, choices: Sequence[ChoiceStream]):
         super().__init__(body, backend, choices)
-        self._offsets: dict[int, int] = {}
-        """Characters of each choice whose log-probabilities were written."""
+        self._offsets: dict[int, int] = {}  # characters of each choice whose log-probabilities were written
 
     def choice_object(self, choice: ChoiceStream, tokens: Sequence[SampledToken]) -> Object:
         return self._object(choice, self._echo(choice) + choice.text, tokens, choice.finish_reason)
@@ -259,9 +238,6 @@ class TextCompletionWriter(CompletionWriter):
         }
 
 
-# ------------------------------------------------------------------------------------------------ responses
-
-
 def input_messages(body: ResponseRequest) -> list[Object]:
     """The input items as messages. Consecutive function calls become one assistant message."""
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
@@ -286,7 +262,6 @@ def input_messages(body: ResponseRequest) -> list[Object]:
 
 
 def _text_parts(content: Any) -> Any:
-    """`input_text` and `output_text` parts as `text` parts."""
     if not isinstance(content, list):
         return content
     return [{"type": "text", "text": part.get("text")} if isinstance(part, Mapping) else part for part in content]
@@ -383,34 +358,31 @@ class ResponseWriter:
         return f"event: {kind}\ndata: {data}\n\n".encode("utf-8", "replace")
 
 
-# ------------------------------------------------------------------------------------------------ sending
-
-
 async def send(writer: CompletionWriter | ResponseWriter, request: Request, stream: bool) -> Response:
-    """The HTTP response. A stream starts with its first event, so that errors before it have their HTTP status."""
     if not stream:
         body = await until_disconnected(request, writer.json_object())
         request.state.usage = body["usage"]
         return JSONResponse(body)
-    events = writer.events()
+    return await stream_events(request, writer.events(), writer.usage)
+
+
+async def stream_events(request: Request, events: AsyncIterator[bytes], usage: Callable[[], Object]) -> Response:
+    """A response of server-sent events. It starts with the first, so that errors before it have their HTTP status;
+    later ones are sent as events."""
     first = await until_disconnected(request, anext(events))
-    stream_body = _event_stream(first, events, request, writer)
-    return StreamingResponse(stream_body, media_type="text/event-stream", headers=SSE_HEADERS)
 
+    async def body() -> AsyncIterator[bytes]:
+        yield first
+        try:
+            async for event in events:
+                yield event
+        except (RequestError, ServiceUnavailable) as error:
+            yield event_bytes(error_of(error)[1])
+        finally:
+            request.state.usage = usage()
+            await events.aclose()  # type: ignore[attr-defined]
 
-async def _event_stream(
-    first: bytes, events: AsyncIterator[bytes], request: Request, writer: CompletionWriter | ResponseWriter
-) -> AsyncIterator[bytes]:
-    """All events. An error after the first one is sent as an event, because the HTTP status is already sent."""
-    yield first
-    try:
-        async for event in events:
-            yield event
-    except (RequestError, ServiceUnavailable) as error:
-        yield event_bytes(error_of(error)[1])
-    finally:
-        request.state.usage = writer.usage()
-        await events.aclose()  # type: ignore[attr-defined]
+    return StreamingResponse(body(), media_type="text/event-stream", headers=SSE_HEADERS)
 
 
 async def until_disconnected(request: Request, work: Awaitable[T]) -> T:

@@ -51,12 +51,7 @@ UNLIMITED_TOKENS = 2**31 - 1
 
 
 class RequestWorkers:
-    """Threads that parse, validate, render and tokenize large requests.
-
-    Args:
-        num_workers: threads at once; further requests wait.
-        seconds: deadline for waiting and work together. A thread cannot be stopped, so the work must be bounded too.
-    """
+    """Threads that parse, validate, render and tokenize large requests."""
 
     def __init__(self, num_workers: int = NUM_WORKERS, seconds: float = PARSE_SECONDS):
         self.seconds = seconds
@@ -64,11 +59,7 @@ class RequestWorkers:
         self._trim_timer: asyncio.TimerHandle | None = None
 
     async def run(self, work: Callable[[], T], body_bytes: int) -> T:
-        """The result of `work`, which belongs to a request with a body of this size.
-
-        Raises:
-            ServiceUnavailable: the deadline passed.
-        """
+        """The result of `work`, which belongs to a request with a body of this size."""
         if body_bytes <= SMALL_BODY_BYTES:
             return work()
         try:
@@ -106,10 +97,8 @@ class ParsedRequest(Request):
 
 
 def bounded_route(workers: RequestWorkers) -> type[APIRoute]:
-    """A route class whose bodies are parsed by `workers`, for `APIRouter(route_class=…)`.
-
-    It sets `request.state.body_size` to the size of the body in bytes.
-    """
+    """A route class whose bodies are parsed by `workers`, for `APIRouter(route_class=…)`. It sets
+    `request.state.body_size` to the size of the body in bytes."""
 
     class ParsedBodyRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -132,12 +121,6 @@ def bounded_route(workers: RequestWorkers) -> type[APIRoute]:
 
 
 def parse_body(data: bytes, model: type[BaseModel]) -> BaseModel:
-    """The validated request body.
-
-    Raises:
-        RequestError: the body is not JSON, or exceeds a bound.
-        RequestValidationError: a field is wrong.
-    """
     try:
         tree = load_json(data)
     except JsonBoundsError as error:
@@ -158,20 +141,15 @@ def _check_content_type(request: Request) -> None:
         raise RequestError("send the body as Content-Type: application/json", code="invalid_content_type")
 
 
-# ------------------------------------------------------------------------------------------------ fields
-
-
 @dataclass(frozen=True, slots=True)
 class ToolSelection:
     """Tools of a request."""
 
     specs: tuple[ToolSpec, ...] = ()
     prefix: str = ""
-    """First text of an answer that must call a tool."""
 
 
 def remove_surrogates(value: Any) -> Any:
-    """The JSON value with texts that UTF-8 can encode."""
     if isinstance(value, str):
         return replace_surrogates(value)
     if isinstance(value, dict):
@@ -265,7 +243,6 @@ def generation_request(
     top_logprobs: int = 0,
     prefix: str = "",
 ) -> GenerationRequest:
-    """Sampling as the request specifies it, with the backend's defaults for the rest."""
     fields = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     changes = {name: value for name, value in fields.items() if value is not None}
     seed = None

@@ -44,17 +44,14 @@ class RequestBody(BaseModel):
 
 class StreamOptions(RequestBody):
     include_usage: bool = False
-    include_obfuscation: bool = False
-    """Accepted and ignored."""
+    include_obfuscation: bool = False  # accepted and ignored
 
 
 class SamplingRequest(RequestBody):
     """Fields of every route that samples."""
 
-    model: str = Field("", max_length=MAX_NAME_CHARS)
-    """Name from `/v1/models`; default: the served model."""
-    temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
-    """Default: the run's."""
+    model: str = Field("", max_length=MAX_NAME_CHARS)  # name from `/v1/models`; default: the served model
+    temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)  # default: the run's
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
     min_p: float | None = Field(None, ge=0, le=1)
@@ -82,7 +79,6 @@ class CompletionOptions(SamplingRequest):
     frequency_penalty: Literal[0] | None = None
     logit_bias: Annotated[Object, Field(max_length=0)] | None = None
     return_token_ids: bool = False
-    """Return the token ids of the prompt and of each choice."""
 
     @field_validator("presence_penalty", "frequency_penalty", mode="before")
     @classmethod
@@ -143,7 +139,6 @@ class CompletionRequest(CompletionOptions):
     """Text, which never contains control tokens; or token ids, which may."""
     max_tokens: int | None = Field(16, ge=1)
     echo: bool = False
-    """Start the text with the prompt."""
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     best_of: int | None = None
     suffix: Literal[""] | None = None
@@ -202,8 +197,7 @@ class SessionMessageRequest(RequestBody):
     """`POST /v1/agents/{name}/sessions/{id}/messages`."""
 
     content: str = Field(min_length=1)
-    stream: bool = False
-    """Send tool calls and tool results as events while the agent works."""
+    stream: bool = False  # send tool calls and tool results as events while the agent works
 
 
 class StepRequest(RequestBody):
@@ -216,5 +210,4 @@ class RewardRequest(RequestBody):
     """`POST /e/{id}/reward`."""
 
     reward: float = Field(allow_inf_nan=False)
-    answer: str | None = None
-    """The answer that reward functions of the run read."""
+    answer: str | None = None  # the answer that reward functions of the run read

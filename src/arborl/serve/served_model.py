@@ -26,7 +26,6 @@ from arborl.training_run.run_folder import locate_model
 log = logging.getLogger(__name__)
 
 MAX_CONTEXT = 4096
-"""Default context of a model without a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +43,8 @@ class LoadedModel:
 
 
 def load_for_serving(
-    path: str,
-    settings: Sequence[str] = (),
-    trust: bool = False,
-    name: str | None = None,
-    allow_untrained: bool = False,
+    path: str, settings: Sequence[str] = (), trust: bool = False, name: str | None = None, allow_untrained: bool = False
 ) -> LoadedModel:
-    """Load a model and start its engine.
-
-    Args:
-        path: run folder, checkpoint, model folder, adapters, or model name.
-        settings: overrides of the run's settings, as on a command line.
-        trust: import code that a run folder of another user names.
-        name: model name for clients; default: the name of the folder or model.
-        allow_untrained: for a run without a checkpoint, load its initial model.
-    """
     folder = Path(path)
     step = 0
     if allow_untrained and (folder / "config.yaml").exists() and not has_checkpoints(folder / "checkpoints"):
@@ -72,9 +58,8 @@ def load_for_serving(
     engine = EngineThread(served.engine)
     engine.prepare(step, served.sampling)
     vocab_size, max_context = served.model.config.vocab_size, config.sampling.max_context
-    backend = EngineBackend(
-        engine, served.renderer, vocab_size, name or folder.resolve().name, max_context, served.sampling
-    )
+    name = name or folder.resolve().name
+    backend = EngineBackend(engine, served.renderer, vocab_size, name, max_context, served.sampling)
     backend.version = step
     names = (short_name(config.agent.name), *config.data.agents)
     agents = ServedAgents(engine, served.renderer, served.cast, served.sampling, served.limits, names)
@@ -94,21 +79,13 @@ def default_config(name: str, settings: Sequence[str]) -> RunConfig:
 
 
 def checkpoints_dir(run: str) -> Path:
-    """The checkpoint folder of a run."""
     if not (Path(run) / "config.yaml").exists():
         raise ConfigError(f"--follow {run}: contains no config.yaml. Write the folder of a run.")
     return Path(run) / "checkpoints"
 
 
 class CheckpointFollower:
-    """Loads each new checkpoint of a run as soon as it is complete. Running requests continue with the new weights.
-
-    Args:
-        backend: the served model.
-        root: checkpoint folder of the run.
-        read: reads the weights of a model folder.
-        seconds: interval between checks.
-    """
+    """Loads each new checkpoint of a run as soon as it is complete. Running requests continue with the new weights."""
 
     def __init__(
         self, backend: EngineBackend, root: Path, read: Callable[[Path], Mapping[str, Any]], seconds: float = 2.0

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 
 from arborl.serve.middleware import error_of
 from arborl.serve.model_backend import RequestError, ServiceUnavailable
 from arborl.serve.openai_routes import (
-    SSE_HEADERS,
     Object,
     event_bytes,
+    stream_events,
     tool_call_object,
     until_disconnected,
     usage_object,
@@ -63,10 +62,7 @@ def session_routes(
         session = sessions.find(name, request.state.key, id)
         content = remove_surrogates(body.content)
         if body.stream:
-            events = session_events(session, content, seconds)
-            first = await until_disconnected(request, anext(events))
-            stream = _prepend(first, events)
-            return StreamingResponse(stream, media_type="text/event-stream", headers=SSE_HEADERS)
+            return await stream_events(request, session_events(session, content, seconds), dict)
         reply = await until_disconnected(request, send_within(session, content, seconds))
         request.state.usage = usage_object(reply.prompt_tokens, reply.completion_tokens)
         return JSONResponse(reply_object(reply))
@@ -104,17 +100,8 @@ async def session_events(session: AgentSession, content: str, seconds: float | N
         session.on_step = lambda message: None
 
 
-async def _prepend(first: bytes, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async with aclosing(events):  # type: ignore[type-var]
-        async for event in events:
-            yield event
-
-
 def session_object(session: AgentSession) -> Object:
-    tools = [
-        {"name": spec.name, "description": spec.description, "parameters": spec.parameters} for spec in session.tools
-    ]
+    tools = [{"name": one.name, "description": one.description, "parameters": one.parameters} for one in session.tools]
     return {"id": session.id, "object": "agent.session", "agent": session.agent, "tools": tools}
 
 
@@ -129,7 +116,6 @@ def reply_object(reply: SessionReply) -> Object:
 
 
 def session_messages(session: AgentSession) -> list[Object]:
-    """All messages of user and agent."""
     messages: list[Object] = []
     for episode in session.episodes:
         messages += [message_object(message) for message in episode.opening]

@@ -25,8 +25,7 @@ from arborl.serve.model_backend import RequestError, ServiceUnavailable
 from arborl.spans import span
 from arborl.types import Call, Episode, Message, Sampling, StopReason, Task, ToolSpec
 
-USER_SECONDS = 7 * 24 * 3600.0
-"""Time limit of a user's reply; idle sessions are closed earlier."""
+USER_SECONDS = 7 * 24 * 3600.0  # time limit of a user's reply; idle sessions are closed earlier
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,6 @@ class SessionReply:
 
     content: str
     steps: tuple[Message, ...] = ()
-    """Tool calls and tool results before the answer."""
     stop_reason: str | None = None
     """Why the agent's run ended, such as a full context; the next message starts a new run. None if it goes on."""
     prompt_tokens: int = 0
@@ -44,11 +42,7 @@ class SessionReply:
 
 class UserEnv(Env):
     """The user as an environment. The first message is presented as the run's environment presents a task, with its
-    system message.
-
-    Args:
-        run_env: the run's environment.
-    """
+    system message."""
 
     blocking = False
 
@@ -103,7 +97,6 @@ class ObservedRecorder(Recorder):
 
 
 def _last_tool_results(messages: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
-    """Tool results since the last message of the model."""
     results: list[Message] = []
     for message in reversed(messages):
         if not isinstance(message, Message) or message.role != "tool":
@@ -121,8 +114,7 @@ class ServedAgents:
     cast: EpisodeFactories
     sampling: Sampling
     limits: EpisodeLimits
-    names: tuple[str, ...]
-    """Agent names; the first is the run's default."""
+    names: tuple[str, ...]  # agent names; the first is the run's default
 
 
 class AgentSession:
@@ -155,8 +147,7 @@ class AgentSession:
         self.sampling = agents.sampling if temperature is None else replace(agents.sampling, temperature=temperature)
         self.id = uuid.uuid4().hex
         self.last_used = time.monotonic()
-        self.episodes: list[Episode] = []
-        """One for each run of the agent."""
+        self.episodes: list[Episode] = []  # one for each run of the agent
         self.is_busy = False
         self._user: UserEnv | None = None
         self._run: asyncio.Task[None] | None = None
@@ -164,7 +155,6 @@ class AgentSession:
 
     @property
     def tools(self) -> tuple[ToolSpec, ...]:
-        """The agent's tools."""
         agent = self.agents.cast.agent(self._task())
         toolbox = getattr(agent, "toolbox", None)
         return tuple(toolbox.specs) if toolbox is not None else tuple(getattr(agent, "specs", ()))
@@ -209,9 +199,8 @@ class AgentSession:
         self._run = asyncio.create_task(self._play(episode, self._user))
 
     async def _play(self, episode: Episode, user: UserEnv) -> None:
-        """Run the agent as a rollout does."""
         agents, task = self.agents, episode.task
-        limits = agents.cast.limits(task, agents.limits) if agents.cast.limits else agents.limits
+        limits = agents.cast.limits(task, agents.limits)
         limits = replace(limits, max_turns=10**6, step_seconds=USER_SECONDS)
         env = RecordedEnv(user, "user", limits, episode)
         model = ObservedRecorder(agents.engine, agents.renderer, self.sampling, limits, episode)
@@ -267,11 +256,9 @@ class SessionStore:
     agents: ServedAgents
     max_sessions: int = 256
     idle_seconds: float = 3600.0
-    """Unused sessions are closed after this time."""
     num_keys: int = 1
     """API keys that share the sessions. Each has an equal share, so that no key can exhaust those of another."""
     _open: dict[tuple[str, str], AgentSession] = field(default_factory=dict)
-    """By key name and session id."""
 
     def __len__(self) -> int:
         return len(self._open)

@@ -1,22 +1,29 @@
-"""The tools that a configuration names: created or connected, with their limits, and closed with the run."""
+"""The tools that a configuration names: created or connected, with rate limits and retries, and closed with the run."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from arborl.config.tool_config import ToolConfig
-from arborl.errors import ConfigError, UnknownPartError
+from arborl.errors import ArborError, ConfigError, EpisodeError, UnknownPartError, boundary, paused_deadlines
 from arborl.registry import short_name
-from arborl.tools.core.call_policy import CallPolicy, LimitedTool
+from arborl.retry import backoff_waits, retry
+from arborl.sandbox.fair_semaphore import FairSemaphore
 from arborl.tools.core.rate_limit import RateLimit
-from arborl.tools.core.tool import AnyTool
+from arborl.tools.core.tool import AnyTool, CallLimiter, Tool
+from arborl.tools.core.tool_context import ToolContext
 from arborl.tools.core.toolbox import as_tool, placeholder_tool
 from arborl.tools.remote.tool_client import ToolClient
+from arborl.types import ToolResult
 
 if TYPE_CHECKING:
     from arborl.tools.remote.mcp import McpClient
@@ -46,23 +53,14 @@ class ToolLoader:
         self.clients: list[ToolClient] = []
         self.mcp_clients: list[McpClient] = []
         self.loaded: dict[str, tuple[ToolConfig, list[AnyTool]]] = {}
-        """`repr` of an entry -> the entry and its tools."""
 
     def load(self, entry: ToolConfig, where: str, args_where: str | None = None) -> list[AnyTool]:
-        """The tools of one entry.
-
-        Args:
-            entry: the entry.
-            where: its key path, for error messages (`ConfigError`).
-            args_where: key path of its arguments.
-        """
         key = repr(entry)
         if key not in self.loaded:
             self.loaded[key] = entry, self._load(entry, where, args_where or f"{where}.args")
         return self.loaded[key][1]
 
     async def close(self) -> None:
-        """Close clients, end started servers, and release limits."""
         for client in self.clients:
             await client.close()
         await asyncio.to_thread(self.stop)
@@ -82,7 +80,8 @@ class ToolLoader:
             except UnknownPartError as error:
                 raise UnknownPartError(f"{where}: {error}") from error
             made = (as_tool if self.connect else placeholder_tool)(found, entry.args, args_where)
-            return [LimitedTool(made, self._policy(entry, where)) if _has_limits(entry) else made]
+            limits = (entry.limit, entry.concurrency, entry.timeout, entry.retries)
+            return [made if limits == (None,) * 4 else LimitedTool(made, self._policy(entry, where))]
         key = self._variable(entry.api_key_env, f"{where}.api_key_env")
         if not self.connect:
             return []
@@ -135,10 +134,11 @@ class ToolLoader:
         config = entry.limit
         if config is None:
             return None
-        server = (config.server or entry.server) if config.scope == "cluster" else None
+        server = entry.server if config.server == "auto" else config.server
+        scope: Literal["host", "cluster"] = "host" if config.server is None else "cluster"
         api_key = key if server == entry.server else None
         name = config.name or f"tools of {entry.origin}"
-        limit = RateLimit(config.per_minute, config.burst, name, config.scope, server, api_key)
+        limit = RateLimit(config.per_minute, config.burst, name, scope, server, api_key)
         if self.connect:
             limit.check()
             self.limits.append(limit)
@@ -153,21 +153,81 @@ class ToolLoader:
         return os.environ[name]
 
 
-def _has_limits(entry: ToolConfig) -> bool:
-    return any(value is not None for value in (entry.limit, entry.concurrency, entry.timeout, entry.retries))
+RETRIED_KINDS = ("exception", "timeout", "unavailable")
+"""Kinds of failure that a retry can cure; invalid arguments are not among them."""
+
+
+class CallPolicy:
+    """Limits that the tools of one entry share. Waiting for a limit does not count towards deadlines.
+
+    Args:
+        limit: every attempt waits for it.
+        concurrency: concurrent attempts; None for no limit.
+        timeout: seconds per attempt; None for the tool's timeout.
+        retries: attempts after the first.
+        backoff: seconds before the first retry.
+    """
+
+    def __init__(
+        self,
+        limit: CallLimiter | None = None,
+        concurrency: int | None = None,
+        timeout: float | None = None,
+        retries: int = 0,
+        backoff: float = 0.1,
+    ):
+        self.limit, self.timeout, self.retries, self.backoff = limit, timeout, retries, backoff
+        self.semaphore = FairSemaphore(concurrency) if concurrency is not None else None
+
+    async def run(self, tool: AnyTool, arguments: Mapping[str, Any], context: ToolContext | None) -> ToolResult:
+        async def attempt() -> ToolResult:
+            async with self.semaphore or nullcontext():
+                return await self._attempt(tool, arguments, context)
+
+        start = time.perf_counter()
+        waits = backoff_waits(self.retries, self.backoff, 5.0, jitter=0.5)
+        result = await retry(attempt, waits, lambda result: result.kind in RETRIED_KINDS)
+        return ToolResult(result.content, result.ok, result.kind, time.perf_counter() - start)
+
+    async def _attempt(self, tool: AnyTool, arguments: Mapping[str, Any], context: ToolContext | None) -> ToolResult:
+        if self.limit is not None:
+            try:
+                with paused_deadlines():
+                    await self.limit.acquire()
+            except ArborError as error:  # the limit's server does not answer, or the limit has other numbers
+                return ToolResult(f"{tool.name}: {error}", False, "unavailable")
+        if self.timeout is None or isinstance(tool, Tool):
+            return await tool.run(arguments, context)
+        try:
+            async with boundary(f"tool {tool.name!r}", self.timeout):
+                return await tool.run(arguments, context)
+        except EpisodeError as error:
+            if not isinstance(error.cause, TimeoutError):
+                raise
+            return ToolResult(f"{tool.name}: TimeoutError: {error.cause}", False, "timeout")
+
+
+class LimitedTool:
+    """A tool with a call policy, and with another name for the model if `name` is given."""
+
+    def __init__(self, tool: AnyTool, policy: CallPolicy, name: str | None = None):
+        if isinstance(tool, Tool) and policy.timeout is not None:  # a local tool enforces its timeout itself
+            tool = copy.copy(tool)
+            tool.timeout = policy.timeout
+        self.tool, self.policy = tool, policy
+        self.name = name or tool.name
+        self.spec = replace(tool.spec, name=self.name)
+        self.stateful, self.terminal = tool.stateful, tool.terminal
+        self.sandboxed = getattr(tool, "sandboxed", False)
+
+    async def run(self, arguments: Mapping[str, Any], context: ToolContext | None = None) -> ToolResult:
+        return await self.policy.run(self.tool, arguments, context)
 
 
 def merge_tool_args(
     entries: Sequence[ToolConfig], args: Mapping[str, Mapping[str, Any]], where: str, known: Iterable[ToolConfig]
 ) -> list[tuple[ToolConfig, str, str]]:
-    """Entries with their arguments from `agent.tool_args`, and the key paths of each entry and its arguments.
-
-    Args:
-        entries: entries of the run or of a source.
-        args: arguments by the tool's name, or its last part.
-        where: prefix of the key paths: empty for the run, `data.sources.math.` for a source.
-        known: entries that arguments may refer to.
-    """
+    """Entries with their arguments from `agent.tool_args`, and the key paths of each entry and its arguments."""
     if unknown := [name for name in args if name not in tool_names(known)]:
         raise ConfigError(f"{where}agent.tool_args.{unknown[0]}: no such tool here. Write {where}tools=[{unknown[0]}].")
     merged = []
@@ -186,13 +246,11 @@ def merge_tool_args(
 
 
 def tool_names(entries: Iterable[ToolConfig]) -> set[str]:
-    """Full and short names of the named entries."""
     full = [entry.name for entry in entries if entry.name is not None]
     return {*full, *map(short_name, full)}
 
 
 def warn_foreign_variables(entries: Sequence[ToolConfig]) -> None:
-    """Warn about variables of other systems that have no effect here."""
     for name, setting in FOREIGN_VARIABLES.items() if entries else ():
         if os.environ.get(name):
             log.warning("the environment variable %s has no effect. Write in the tool's entry: %s", name, setting)

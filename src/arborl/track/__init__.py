@@ -5,10 +5,8 @@ console.py              The terminal output of a run
 jsonl.py                The metrics file: one JSON object per step
 folder_files.py         Bounded and safe access to the files of a run folder
 run_log.py              Log lines on the terminal and in `run.log`
-configured_trackers.py  Creates the trackers that a configuration names
+configured_trackers.py  The trackers that a configuration names; the tracker for MLflow
 background_tracker.py   Runs a tracker in its own thread
-wandb_run.py            Tracker for Weights & Biases
-mlflow_run.py           Tracker for MLflow
 timeline.py             Timeline of a run in Chrome's trace format
 tracing.py              Export of spans with OpenTelemetry
 """

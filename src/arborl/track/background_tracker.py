@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from arborl.track.tracker import RunStart, Tracker, select_episodes
-from arborl.types import Episode, Metrics
+from arborl.track.tracker import RunStart, Tracker, TrackerCalls
 
 log = logging.getLogger(__name__)
 
@@ -23,13 +21,8 @@ CLOSE_SECONDS = 60.0
 """How long a run waits at its end for queued calls."""
 
 
-class BackgroundTracker:
-    """Creates and calls a tracker in a thread. An error is logged once, and the tracker is dropped.
-
-    Args:
-        name: name in messages.
-        make: creates the tracker, in its thread.
-    """
+class BackgroundTracker(TrackerCalls):
+    """Creates and calls a tracker in a thread. An error is logged once, and the tracker is dropped."""
 
     def __init__(
         self, name: str, make: Callable[[], Tracker], max_queued: int = MAX_QUEUED, close_seconds: float = CLOSE_SECONDS
@@ -41,21 +34,7 @@ class BackgroundTracker:
         self.thread.start()
 
     def begin(self, run: RunStart) -> None:
-        self._call(
-            "begin", replace(run, config=deepcopy(dict(run.config)))
-        )  # a copy: the run's is written into checkpoints
-
-    def log(self, metrics: Metrics, step: int) -> None:
-        self._call("log", dict(metrics), step)
-
-    def episodes(self, episodes: Sequence[Episode], step: int, kind: str) -> None:
-        self._call("episodes", select_episodes(episodes), step, kind)
-
-    def picture(self, path: Path, step: int, kind: str) -> None:
-        self._call("picture", path, step, kind)
-
-    def finish(self, summary: Mapping[str, Any], state: str) -> None:
-        self._call("finish", dict(summary), state)
+        super().begin(replace(run, config=deepcopy(dict(run.config))))  # the run's own is written into checkpoints
 
     def close(self) -> None:
         """Wait, for a limited time, until all calls are done."""

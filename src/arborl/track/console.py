@@ -6,8 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich import box
 from rich.console import Console as RichConsole
@@ -38,19 +37,10 @@ class Console:
     """A tracker that prints a run; as a context manager it owns the display.
 
     Args:
-        total_steps: number of steps of the run.
         title_lines: description of the run; the first line is its name.
         start: number of finished steps, above 0 if resumed.
-        console: output; standard output by default.
-        clock: seconds, for elapsed time.
         step_remark: returns a short remark about a step's metrics, mostly empty.
         on_line: called with every line, also those that a live panel does not print.
-
-    Example:
-        with Console(60, ["frozen-lake", "seedling, grpo, seed 0"]) as console:
-            console.progress("evaluating 40/200")                     # replaced by the next one
-            console.log({"reward/mean": 0.412, "time/step": 2.1}, step=3)
-        # without a terminal: step   3/60  reward  0.412   2.1 s/step  left 1:59
     """
 
     def __init__(
@@ -86,9 +76,7 @@ class Console:
             self._print_line(line)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def log(self, metrics: Metrics, step: int) -> None:
@@ -97,7 +85,7 @@ class Console:
         if any(not name.startswith(HELD_OUT) for name in metrics):
             self._step(known, step)
         if held_out:
-            self._print("  ".join([self._count(step), *held_out_fields(held_out)]))
+            self.note("  ".join([self._count(step), *held_out_fields(held_out)]))
 
     def _step(self, metrics: Metrics, step: int) -> None:
         now = self.clock()
@@ -110,8 +98,8 @@ class Console:
         self._print_line(self._line())
 
     def note(self, text: str) -> None:
-        """Print a permanent line."""
-        self._print(text)
+        self.on_line(text)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def progress(self, text: str) -> None:
         """Show the current activity in a terminal; the next one replaces it."""
@@ -133,13 +121,9 @@ class Console:
     def _print_line(self, text: str) -> None:
         """Print a line unless a live panel shows its content."""
         if self._live is None:
-            self._print(text)
+            self.note(text)
         else:
             self.on_line(text)
-
-    def _print(self, text: str) -> None:
-        self.on_line(text)
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _count(self, step: int) -> str:
         return f"step {step:>{max(3, len(str(self.total)))}}/{self.total}"
@@ -160,9 +144,8 @@ class Console:
         parts += [Text(remark, style="yellow") for remark in self._remarks()]
         parts += [Text(self.activity, style="italic dim")] if self.activity else []
         name = Text(self.title[0] if self.title else "training", style="bold")
-        return Panel(
-            Group(*parts), title=name, title_align="left", box=box.ROUNDED, border_style="dim", width=self._width
-        )
+        style: Any = {"title_align": "left", "box": box.ROUNDED, "border_style": "dim"}
+        return Panel(Group(*parts), title=name, width=self._width, **style)
 
     @property
     def _width(self) -> int:
@@ -225,7 +208,7 @@ def shown(*measured: Mapping[str, float]) -> list[str]:
 
 
 def thousands(value: float) -> str:
-    """Example: 412 -> `412`, 4120 -> `4.1k`, 2500000 -> `2.5M`."""
+    """4120 -> `4.1k`, 2500000 -> `2.5M`."""
     for limit, unit in ((1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.1f}{unit}"
@@ -233,18 +216,14 @@ def thousands(value: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """Example: 118 -> `1:58`, 3723 -> `1:02:03`."""
+    """118 -> `1:58`, 3723 -> `1:02:03`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def sparkline(values: Sequence[float], width: int, low: float, high: float) -> str:
-    """A curve in one line of at most `width` characters.
-
-    Example:
-        sparkline([0, 1, 2, 3], width=4, low=0, high=3)     # ▁▃▅█
-    """
+    """A curve in one line of at most `width` characters."""
     size = min(width, len(values))
     cells = [values[len(values) * i // size : len(values) * (i + 1) // size] for i in range(size)]
     share = [(sum(cell) / len(cell) - low) / ((high - low) or 1.0) for cell in cells]
@@ -267,11 +246,7 @@ def table_before_after(before: Mapping[str, float], after: Mapping[str, float]) 
 
 
 def measure(name: str, metrics: Mapping[str, float]) -> str:
-    """A rate in per cent, a count as an integer, other metrics with three digits; `–` if not measured.
-
-    Example:
-        measure("success", {"success": 0.5, "success_low": 0.404, "success_high": 0.596})     # 50.0% (40.4–59.6)
-    """
+    """A rate in per cent, a count as an integer, other metrics with three digits; `–` if not measured."""
     value = metrics.get(name)
     if value is None:
         return UNMEASURED

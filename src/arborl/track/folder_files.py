@@ -40,6 +40,8 @@ MAX_DEPTH = 64
 MAX_VALUES = 1_000_000
 """Values of a JSON file, not counting lists of numbers."""
 MAX_INT = 2**63
+MAX_NUMBER = 1e300
+"""NaN is not below it either."""
 NUMBERS = {int, float}
 MAX_ENTRIES = 200_000
 """Entries of a folder that are listed."""
@@ -153,10 +155,7 @@ def read_lines(path: Path, begin: int = 0) -> Generator[tuple[int, bytes], None,
 
 
 def read_arrays(path: Path, names: Sequence[str], max_bytes: int = MAX_ARRAYS) -> dict[str, NDArray[Any]]:
-    """Arrays of numbers of a `.npz`; at most `max_bytes` are decompressed.
-
-    A missing array, an object array or a wrong header is `Unreadable`.
-    """
+    """Arrays of numbers of a `.npz`; at most `max_bytes` are decompressed. Object arrays are `Unreadable`."""
     try:
         with open_regular(path, max_bytes) as file, zipfile.ZipFile(file) as held:
             found: dict[str, NDArray[Any]] = {}
@@ -186,7 +185,7 @@ def _array(held: zipfile.ZipFile, name: str, max_bytes: int) -> NDArray[Any]:
 
 def _as_json(value: Any) -> Any:
     if isinstance(value, dict):
-        return {_plain_key(key): _as_json(inner) for key, inner in value.items()}
+        return {str(_as_json(key)): _as_json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set):
         return [_as_json(inner) for inner in value]
     if isinstance(value, int) and not isinstance(value, bool):
@@ -194,8 +193,9 @@ def _as_json(value: Any) -> Any:
     return value if value is None or isinstance(value, str | float | bool) else str(value)
 
 
-def _plain_key(key: Any) -> str:
-    return key if isinstance(key, str) else str(_as_json(key))
+def finite_number(value: Any) -> Any:
+    """The value if it is a finite number, otherwise None."""
+    return value if type(value) in (int, float) and abs(value) < MAX_NUMBER else None
 
 
 def replace_file(path: Path, data: bytes) -> Path:

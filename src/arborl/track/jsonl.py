@@ -17,12 +17,8 @@ from arborl.types import Metrics
 class JsonlTracker:
     """Appends `{"step": n, **metrics}`, one flushed line per step; a number that is not finite is written as null.
 
-    Later metrics of the latest step (its evaluation) are added to its line. A resumed run drops torn lines and steps
-    after its checkpoint, so that the file has each step once.
-
-    Args:
-        path: the file; its folder is created.
-        done: the step of the checkpoint of a resumed run; None for a new run, which drops all lines.
+    Later metrics of the latest step (its evaluation) are added to its line. A run resumed at step `done` drops torn
+    lines and later steps, so that the file has each step once; a new run (None) drops all lines.
     """
 
     def __init__(self, path: Path, done: int | None = None):
@@ -53,11 +49,7 @@ class JsonlTracker:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a metrics file in order, without torn lines and values of other types.
-
-    Example:
-        rewards = [row["reward/mean"] for row in read_metrics(folder / "metrics.jsonl")]
-    """
+    """The rows of a metrics file in order, without torn lines and values of other types."""
     for _, line in read_lines(path):
         try:
             row = DECODER.decode(line.decode("utf-8", "replace").strip())

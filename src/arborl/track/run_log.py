@@ -31,8 +31,6 @@ from arborl.errors import ArborError, ConfigError, did_you_mean, disk_errors
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 LIBRARIES = ("arborl", "torch", "transformers", "numpy")
 WIDTH = 120
-
-
 LEVELS = ("debug", "info", "warning", "error")
 OURS = logging.getLogger("arborl")
 
@@ -72,11 +70,13 @@ def show_level(name: str) -> None:
 def logs_above(live: Live, console: Console) -> Iterator[None]:
     """Run the display; handlers that write to the terminal write above it.
 
-    A library may hold the original `sys.stderr`, so each of its handlers gets the display's stream for that time.
+    A library may hold the original `sys.stderr`, so each handler gets the display's stream for that time.
     """
     terminal = (sys.stdout, sys.stderr)
     writers = [handler for handler in _stream_handlers() if handler.stream in terminal]
-    extra = None if any(handler in writers for handler in logging.root.handlers) else _handler(console)
+    extra = None
+    if not any(handler in writers for handler in logging.root.handlers):
+        extra = RichHandler(console=console, show_path=False, markup=False, highlighter=None)
     with live:
         before = [(handler, handler.setStream(sys.stderr)) for handler in writers]
         if extra:
@@ -91,29 +91,14 @@ def logs_above(live: Live, console: Console) -> Iterator[None]:
                     handler.setStream(stream)
 
 
-def _handler(console: Console) -> RichHandler:
-    return RichHandler(console=console, show_path=False, markup=False, highlighter=None)
-
-
 def _stream_handlers() -> list[logging.StreamHandler[Any]]:
-    known = [
-        logging.root,
-        *(made for made in logging.root.manager.loggerDict.values() if isinstance(made, logging.Logger)),
-    ]
-    return [handler for logger in known for handler in logger.handlers if isinstance(handler, logging.StreamHandler)]
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    handlers = [handler for one in loggers if isinstance(one, logging.Logger) for handler in one.handlers]
+    return [handler for handler in handlers if isinstance(handler, logging.StreamHandler)]
 
 
 class RunLog:
-    """The open file; our log records from its level on are written to it.
-
-    Args:
-        path: the file; existing content stays.
-        config: the run's configuration as plain values, whose secrets are masked.
-
-    Example:
-        with RunLog(folder / "run.log") as log:
-            log.say("step 1/30  reward 0.4")
-    """
+    """The open file; our log records from its level on are written to it. Secrets of `config` are masked."""
 
     def __init__(self, path: Path, config: Any = None):
         self.path, self.veil = path, SecretRedactor(config)
@@ -143,7 +128,6 @@ class RunLog:
         self.file.close()
 
     def say(self, text: str, level: int = logging.INFO) -> None:
-        """Write lines of the console."""
         for line in text.splitlines():
             self.write(_record(line, level))
 

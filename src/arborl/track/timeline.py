@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from arborl import spans
@@ -26,16 +25,7 @@ BEGIN, END = b'[\n{"name":"run","ph":"M","pid":0}', b"\n]\n"
 
 
 class Timeline:
-    """Records the spans of `arborl.spans` inside `with`.
-
-    Args:
-        path: the file; an existing one is continued.
-        steps: number of steps that are recorded completely; later ones only for `ALWAYS`.
-
-    Example:
-        with Timeline(home / "timeline.json", steps=20):
-            await trainer.fit()
-    """
+    """Records the spans of `arborl.spans` inside `with`: `steps` steps completely, later ones only for `ALWAYS`."""
 
     def __init__(self, path: Path, steps: int):
         self.path, self.steps = path, steps
@@ -53,9 +43,7 @@ class Timeline:
         spans.set_timeline(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         spans.set_timeline(None)
         with disk_errors(self.path), self.path.open("ab") as file:
             self._write()

@@ -21,9 +21,7 @@ SHUTDOWN_SECONDS = 5.0
 
 @contextmanager
 def traced(run: str) -> Iterator[None]:
-    """Send the spans inside `with` to the process's provider or to the endpoint of the environment variables.
-
-    Without either, nothing is imported."""
+    """Send the spans inside `with` to the process's provider or to the endpoint of the environment variables."""
     own, tracer = _provider()
     if tracer is None:
         yield

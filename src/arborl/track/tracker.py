@@ -1,9 +1,9 @@
-"""Tracker: a destination of metrics. Trackers: several as one. TensorBoard, and helpers for hosted trackers."""
+"""Tracker: a destination of metrics. Trackers: several as one. TensorBoard, and episodes as rows of a table."""
 
 from __future__ import annotations
 
-import json
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Tracker(Protocol):
 
     A tracker may also have these methods, which are called in this order:
 
-        begin(run: Begun)                   once, before anything else
+        begin(run: RunStart)                once, before anything else
         episodes(episodes, step, kind)      at most 16 episodes of a step; `kind` is `train` or `evaluation`
         picture(path, step, kind)           an image: of an episode (also `final`), or `curve`
         finish(summary, state)              once, at the end: `finished`, `stopped` or `failed`; before `close`
@@ -49,33 +49,35 @@ class Tracker(Protocol):
         ...
 
 
-class Trackers:
-    """Several trackers as one. A tracker that raises is logged once and dropped.
+class TrackerCalls(ABC):
+    """A tracker that passes every call on by `_call(method, *args)`."""
 
-    Example:
-        trackers = Trackers([JsonlTracker(folder / "metrics.jsonl"), TensorBoardTracker(folder / "tensorboard")])
-        trackers.log({"reward/mean": 0.4}, step=1)
-    """
+    @abstractmethod
+    def _call(self, method: str, *args: Any) -> None: ...
+
+    def begin(self, run: RunStart) -> None:
+        self._call("begin", run)
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        self._call("log", dict(metrics), step)
+
+    def episodes(self, episodes: Sequence[Episode], step: int, kind: str) -> None:
+        self._call("episodes", select_episodes(episodes), step, kind)
+
+    def picture(self, path: Path, step: int, kind: str) -> None:
+        self._call("picture", path, step, kind)
+
+    def finish(self, summary: Mapping[str, Any], state: str) -> None:
+        self._call("finish", dict(summary), state)
+
+
+class Trackers(TrackerCalls):
+    """Several trackers as one. A tracker that raises is logged once and dropped."""
 
     def __init__(self, trackers: Sequence[Tracker]):
         self.trackers = list(trackers)
 
-    def log(self, metrics: Metrics, step: int) -> None:
-        self._call_all("log", f" at step {step}", metrics, step)
-
-    def begin(self, run: RunStart) -> None:
-        self._call_all("begin", "", run)
-
-    def episodes(self, episodes: Sequence[Episode], step: int, kind: str) -> None:
-        self._call_all("episodes", f" at step {step}", episodes, step, kind)
-
-    def picture(self, path: Path, step: int, kind: str) -> None:
-        self._call_all("picture", f" at step {step}", path, step, kind)
-
-    def finish(self, summary: Mapping[str, Any], state: str) -> None:
-        self._call_all("finish", "", summary, state)
-
-    def _call_all(self, method: str, when: str, *args: Any) -> None:
+    def _call(self, method: str, *args: Any) -> None:
         for tracker in list(self.trackers):
             try:
                 if (function := getattr(tracker, method, None)) is not None:
@@ -83,9 +85,8 @@ class Trackers:
             except DiskWriteError:  # the run's own metrics file: without it, the run ends
                 raise
             except Exception:
-                log.warning(
-                    "%s failed%s and is dropped; the run continues", type(tracker).__name__, when, exc_info=True
-                )
+                what = f"{type(tracker).__name__} failed in {method}()"
+                log.warning("%s and is dropped; the run continues", what, exc_info=True)
                 self.trackers.remove(tracker)
                 with suppress(Exception):
                     tracker.close()
@@ -100,11 +101,7 @@ class Trackers:
 
 
 class TensorBoardTracker:
-    """Writes event files for `tensorboard --logdir runs`.
-
-    Args:
-        done: the step of the checkpoint of a resumed run; TensorBoard hides later ones.
-    """
+    """Writes event files for `tensorboard --logdir runs`. TensorBoard hides steps after `done` of a resumed run."""
 
     def __init__(self, folder: Path, done: int | None = None):
         from torch.utils.tensorboard import SummaryWriter  # lazy: the import takes seconds
@@ -118,29 +115,6 @@ class TensorBoardTracker:
 
     def close(self) -> None:
         self.writer.close()
-
-
-RUN_IDS_FILE = "trackers.json"
-
-
-def load_run_id(folder: Path, tracker: str) -> str | None:
-    """The run's id at a tracker, stored in the run folder, so that a resumed run continues it."""
-    try:
-        run_id = json.loads((folder / RUN_IDS_FILE).read_text(encoding="utf-8")).get(tracker)
-    except (OSError, ValueError, AttributeError):
-        return None
-    return run_id if isinstance(run_id, str) else None
-
-
-def store_run_id(folder: Path, tracker: str, run_id: str) -> None:
-    path = folder / RUN_IDS_FILE
-    try:
-        run_ids = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        run_ids = {}
-    temporary = path.with_name(f".{path.name}.{tracker}.tmp")
-    temporary.write_text(json.dumps({**run_ids, tracker: run_id}, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
 
 
 EPISODE_COLUMNS = (
@@ -161,22 +135,15 @@ def select_episodes(episodes: Sequence[Episode]) -> list[Episode]:
 
 def episode_rows(episodes: Sequence[Episode], step: int, kind: str) -> list[list[str | int | float | None]]:
     """One row per episode, in the order of `EPISODE_COLUMNS`."""
-    return [
-        [
-            step,
-            kind,
-            episode.id,
-            episode.task.source,
-            episode.reward if episode.failure is None else None,
-            episode.metrics.get("success"),
-            episode.stop.value,
-            len(episode.turns),
-            episode.sampled,
-            str(episode.failure) if episode.failure is not None else "",
-            transcript_text(episode),
-        ]
-        for episode in episodes
-    ]
+    rows: list[list[str | int | float | None]] = []
+    for episode in episodes:
+        is_valid = episode.failure is None
+        reward, failure = (episode.reward, "") if is_valid else (None, str(episode.failure))
+        success, stop = episode.metrics.get("success"), episode.stop.value
+        numbers = (len(episode.turns), episode.sampled)
+        rows.append([step, kind, episode.id, episode.task.source, reward, success, stop, *numbers, failure,
+                     transcript_text(episode)])  # fmt: skip
+    return rows
 
 
 def transcript_text(episode: Episode) -> str:

@@ -1,8 +1,7 @@
 """The training loop: collect, score, credit, update, publish.
 
-trainer.py             Trainer: the training loop
+trainer.py             Trainer: the training loop; LearnerThread: updates run here while the event loop goes on
 training_batch.py      Token trees and terms of a step, with what the models compute for them
-learner_thread.py      LearnerThread: updates run here while the event loop serves environments and engine
 step_metrics.py        Metrics of a step's episodes and of its batch
 hooks.py               Hooks after a step: checkpoints, episodes, evaluation, loss terms, profile
 evaluation.py          Evaluator: success and reward on held-out tasks, with 95 % intervals

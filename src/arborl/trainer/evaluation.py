@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import NormalDist, fmean, stdev
 from typing import Protocol
 
-from arborl.config.rollout_config import ValEnvsConfig
 from arborl.config.run_config import EvaluationConfig
 from arborl.data.mixing.mixture import Mixture
 from arborl.data.task_source import TaskSource
@@ -34,31 +33,20 @@ Z = NormalDist().inv_cdf(0.975)
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Metrics of a policy and the sampled episodes behind them."""
-
     metrics: Metrics
     groups: list[Group]
 
     @property
     def episodes(self) -> list[Episode]:
-        """All episodes, including failed ones."""
         return [episode for group in self.groups for episode in group.episodes]
 
 
 class HeldOutEvaluator(Protocol):
-    """Evaluates a policy on data that it is never trained on."""
-
     async def measure(self) -> EvaluationResult: ...
 
 
 class Evaluator:
-    """Runs every held-out task once with sampling, and once greedily if configured.
-
-    Args:
-        source: held-out tasks.
-        rollout, rewards: run and score the episodes.
-        tags: environments and number of tasks of each, if the run has several.
-    """
+    """Runs every held-out task once with sampling, and once greedily if configured."""
 
     def __init__(
         self,
@@ -67,16 +55,14 @@ class Evaluator:
         rewards: Rewards,
         config: EvaluationConfig,
         seed: int,
-        tags: ValEnvsConfig | None = None,
+        counts: Mapping[str, int] | None = None,
     ):
         self.source, self.rollout, self.rewards = source, rollout, rewards
-        self.config, self.seed, self.tags = config, seed, tags or ValEnvsConfig()
+        self.config, self.seed, self.counts = config, seed, counts
 
     async def measure(self) -> EvaluationResult:
-        """`success` and `reward` with sampling, `greedy_success` and `greedy_reward`; means over tasks.
-
-        With several sources each has its own too: `success/math`.
-        """
+        """`success` and `reward` with sampling, `greedy_success` and `greedy_reward`; means over tasks. With several
+        sources each has its own too: `success/math`."""
         groups = await self.play(self.config.temperature)
         metrics = evaluation_metrics(groups)
         warn_of_failures(groups)
@@ -87,24 +73,21 @@ class Evaluator:
 
     async def play(self, temperature: float) -> list[Group]:
         """The scored episodes of all held-out tasks."""
-        overrides = {name: getattr(self.config, name) for name in ("top_k", "top_p", "min_p", "max_tokens")}
-        sampling = {"temperature": temperature} | {n: value for n, value in overrides.items() if value is not None}
+        sampling = self.config.sampling | {"temperature": temperature}
         with span("arborl.evaluation", arborl__temperature=temperature):
             seed = derive(self.seed, "evaluation")
-            groups = await self.rollout.collect(self.tasks(), seed, self.tags.group_size, sampling)
+            groups = await self.rollout.collect(self.tasks(), seed, self.config.group_size, sampling)
             await self.rewards.score(groups)
         end_open_spans()
         return groups
 
     def tasks(self) -> list[Task]:
-        if not self.tags.tags or not isinstance(self.source, Mixture):
+        if not self.counts or not isinstance(self.source, Mixture):
             return self.source.evaluation(self.config.tasks)
-        counts = self.tags.counts or dict.fromkeys(self.tags.tags, -(-self.config.tasks // len(self.tags.tags)))
-        return [task for tag, count in counts.items() for task in self.source.pools[tag].evaluation(count)]
+        return [task for name, count in self.counts.items() for task in self.source.pools[name].evaluation(count)]
 
 
 def evaluation_metrics(groups: list[Group]) -> Metrics:
-    """Metrics of all tasks, and of each source if there are several."""
     return metrics_by_source(groups, scores)
 
 
@@ -119,7 +102,6 @@ def metrics_by_source(groups: list[Group], measure: Callable[[list[Group]], Metr
 
 
 def count_episodes(groups: Sequence[Group]) -> tuple[int, int]:
-    """Number of episodes, and of failed ones."""
     num_episodes = sum(len(group.episodes) for group in groups)
     return num_episodes, num_episodes - sum(len(group.valid_episodes) for group in groups)
 
@@ -138,26 +120,26 @@ def warn_of_failures(groups: list[Group]) -> None:
 
 
 def scores(groups: list[Group]) -> Metrics:
-    """Success, reward and rewards of weight 0 with 95 % intervals; number of tasks and of failed episodes.
-
-    A failed episode counts as 0. If all failed, or no part reports success, that metric is absent: not measured.
-    """
+    """Success, reward and rewards of weight 0 with 95 % intervals; number of tasks and of failed episodes. A failed
+    episode counts as 0. If all failed, or no part reports success, that metric is absent: not measured."""
     metrics = {"tasks": float(len(groups)), "failed": float(count_episodes(groups)[1])}
     survivors = [episode for group in groups for episode in group.valid_episodes]
     if not survivors:
         return metrics
-    if any("success" in episode.metrics for episode in survivors):
-        metrics |= _mean_and_interval("success", groups, partial(episode_metric, "success"))
-    metrics |= _mean_and_interval("reward", groups, lambda episode: episode.reward)
-    for name in unweighted_rewards(survivors):
-        metrics |= _mean_and_interval(name, groups, partial(episode_metric, name))
+    for name, value in episode_scores(survivors).items():
+        metrics |= _mean_and_interval(name, groups, value)
     return metrics
 
 
-def unweighted_rewards(episodes: Sequence[Episode]) -> list[str]:
-    """Metrics `reward/<name>` of rewards with weight 0, without their parts."""
+def episode_scores(episodes: Sequence[Episode]) -> dict[str, Callable[[Episode], float]]:
+    """Success if a part reports it, the reward, and `reward/<name>` of rewards with weight 0, without their parts."""
     names = dict.fromkeys(name for episode in episodes for name in episode.metrics)
-    return [name for name in names if name.startswith("reward/") and name.count("/") == 1]
+    scores: dict[str, Callable[[Episode], float]] = {}
+    if "success" in names:
+        scores["success"] = partial(episode_metric, "success")
+    scores["reward"] = lambda episode: episode.reward
+    unweighted = [name for name in names if name.startswith("reward/") and name.count("/") == 1]
+    return scores | {name: partial(episode_metric, name) for name in unweighted}
 
 
 def episode_metric(name: str, episode: Episode) -> float:

@@ -34,10 +34,8 @@ ShowEpisodes = Callable[[int, Sequence[Group]], Awaitable[object]]
 
 
 class WriteEpisodes:
-    """Write every episode of the step in the background. An error ends the run a step later.
-
-    The file of a step may follow its metrics a moment later, and always precedes its checkpoint.
-    """
+    """Write every episode of the step in the background. An error ends the run a step later. The file of a step may
+    follow its metrics a moment later, and always precedes its checkpoint."""
 
     def __init__(self, folder: Path):
         self.store = EpisodeStore(folder)
@@ -58,12 +56,7 @@ class WriteEpisodes:
 
 
 class Evaluate:
-    """Evaluate held-out tasks every `every` steps. The run itself evaluates before the first step and after the last.
-
-    Args:
-        show: called with the step and the groups of each evaluation.
-        also: one more step after which to evaluate; 0 for none.
-    """
+    """Evaluate held-out tasks every `every` steps, between the evaluations that the run itself does first and last."""
 
     def __init__(self, evaluator: HeldOutEvaluator, every: int, show: ShowEpisodes | None = None, also: int = 0):
         self.evaluator, self.every, self.show, self.also = evaluator, every, show, also
@@ -76,7 +69,6 @@ class Evaluate:
             trainer.failure_monitor.check("evaluation", trainer.step, result.episodes)
 
     async def measure(self, trainer: Trainer) -> EvaluationResult:
-        """Evaluate the current weights."""
         await trainer.publish()
         result = await self.evaluator.measure()
         if self.show is not None:
@@ -113,18 +105,9 @@ class TrackEpisodes:
 
 class SaveCheckpoints:
     """Write a checkpoint every `every` steps, and at the last, in the background. An error ends the run a step later.
-
     The run waits only if the checkpoint before is still being written. Memory for the copies is allocated in the
     background after the first step, which takes long for large models; a checkpoint that is due earlier is written
-    after the first step that finds the memory ready.
-
-    Args:
-        root: the run's `checkpoints` folder.
-        keep: number of checkpoints to keep.
-        extra: more state to save, such as the evaluation before training.
-        write_extra: writes further files into the model's folder, such as its tokenizer.
-        flush: waits, in the writing thread, for files that a checkpoint must not be ahead of.
-    """
+    after the first step that finds the memory ready."""
 
     def __init__(
         self,
@@ -142,7 +125,6 @@ class SaveCheckpoints:
         self.reported = dict(self.spent)
         self.is_first, self.is_reserving, self.due = True, False, False
         self.written: tuple[Path, dict[str, Any]] | None = None
-        """The last checkpoint and its state."""
         self.snapshot_times: dict[int, float] = {}
         """By step, when the weights of its checkpoint were copied."""
 
@@ -174,7 +156,6 @@ class SaveCheckpoints:
         return self.written[0]
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written."""
         with self._waiting():
             self.background.wait()
 
@@ -225,13 +206,6 @@ class SaveCheckpoints:
 
 
 class WriteTerms:
-    """Write the loss terms of the step's update: log-probability, ratio, loss, advantage of each sampled token.
-
-    Args:
-        folder: the run's `terms`.
-        max_terms: number of terms of a step that are written.
-    """
-
     def __init__(self, folder: Path, max_terms: int):
         self.store, self.max_terms = TermStore(folder), max_terms
 

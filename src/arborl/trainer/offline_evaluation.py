@@ -23,8 +23,6 @@ from arborl.types import Floats, Group, Metrics, Terms
 
 
 class OfflineEvaluator:
-    """Loss, perplexity and preference accuracy on held-out data."""
-
     def __init__(
         self,
         source: TaskSource,
@@ -64,17 +62,16 @@ class OfflineEvaluator:
 
 
 def preference_metrics(groups: Sequence[Group], terms: Terms, config: AlgorithmConfig) -> Metrics:
-    """Accuracy and mean margin of implicit rewards, `beta · (log π - log π_ref)` summed over a reply's tokens.
-
-    Of a pair, the chosen reply must have the higher one. With KTO, single replies are compared with its reference
-    point.
-    """
+    """Accuracy and mean margin of implicit rewards, `beta · (log π - log π_ref)` summed over a reply's tokens. Of a
+    pair, the chosen reply must have the higher one. With KTO, single replies are compared with its reference point."""
     episodes = [episode for group in groups for episode in group.valid_episodes]
-    reward_E = config.beta * np.bincount(terms.episode, terms.proximal - terms.reference, minlength=len(episodes))
-    chosen_E = np.array([episode.reward >= config.reward_threshold for episode in episodes])
+    reward_E = config.options.beta * np.bincount(
+        terms.episode, terms.proximal - terms.reference, minlength=len(episodes)
+    )
+    chosen_E = np.array([episode.reward >= config.options.reward_threshold for episode in episodes])
     if config.loss == "kto":
         counts_E = np.array([episode.weight > 0 for episode in episodes])
-        reference_point = config.beta * float(terms.target[0])
+        reference_point = config.options.beta * float(terms.target[0])
         margin_E = (reward_E - reference_point) * np.where(chosen_E, 1.0, -1.0)
         metrics = {"accuracy": share_positive(margin_E[counts_E])}
         chosen, rejected = reward_E[counts_E & chosen_E], reward_E[counts_E & ~chosen_E]

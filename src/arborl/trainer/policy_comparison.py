@@ -15,11 +15,10 @@ from statistics import fmean
 
 import numpy as np
 
-from arborl.trainer.evaluation import count_episodes, episode_metric, group_mean, unweighted_rewards, wilson
+from arborl.trainer.evaluation import count_episodes, episode_metric, episode_scores, group_mean, wilson
 from arborl.types import Group, Metrics
 
 NUM_RESAMPLES = 2000
-"""Of a bootstrap."""
 NUM_SIGN_FLIPS = 10_000
 """Of a paired test with more than `MAX_EXACT` differing tasks."""
 MAX_EXACT = 12
@@ -29,8 +28,6 @@ TaskScore = Callable[[Group], float]
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A mean over tasks and its interval, if the tasks allow one."""
-
     mean: float
     low: float | None = None
     high: float | None = None
@@ -38,14 +35,10 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class PolicyResult:
-    """One policy with one way of decoding."""
-
     name: str
-    """Path or name of the policy."""
     decoding: str
     """`sampled`, `greedy`, or a temperature: `t=0.7`."""
     metrics: Metrics
-    """As in a run's evaluations."""
     groups: Sequence[Group] = ()
     """The episodes by task; empty for demonstrations."""
     judged: bool = True
@@ -53,7 +46,6 @@ class PolicyResult:
 
     @property
     def sources(self) -> list[str]:
-        """The sources of the tasks, if there are several."""
         sources = list(dict.fromkeys(group.task.source for group in self.groups))
         return sources if len(sources) > 1 else []
 
@@ -67,7 +59,6 @@ class PolicyResult:
         return {name: _score(name, [score(group) for group in groups]) for name, score in task_scores(groups).items()}
 
     def count(self, source: str | None = None) -> tuple[int, int, int]:
-        """Number of tasks, episodes and failed episodes."""
         groups = [group for group in self.groups if source in (None, group.task.source)]
         tasks = len(groups) if self.groups else int(self.metrics.get("tasks", 0))
         return tasks, *count_episodes(groups)
@@ -75,15 +66,12 @@ class PolicyResult:
 
 @dataclass(frozen=True, slots=True)
 class PairedComparison:
-    """Two policies on their common tasks."""
-
     first: str
     second: str
     decoding: str
     metric: str
     tasks: int
     difference: float
-    """Mean of the second less mean of the first."""
     low: float | None
     high: float | None
     p: float
@@ -91,17 +79,13 @@ class PairedComparison:
 
 
 def task_scores(groups: Sequence[Group]) -> dict[str, TaskScore]:
-    """The scores that all tasks have, by name."""
     survivors = [episode for group in groups for episode in group.valid_episodes]
     if not survivors:
         return {}
-    has_success = any("success" in episode.metrics for episode in survivors)
-    names = ["success"] if has_success else []
-    scores: dict[str, TaskScore] = {name: partial(group_mean, partial(episode_metric, name)) for name in names}
-    scores["reward"] = partial(group_mean, lambda episode: episode.reward)
-    for name in unweighted_rewards(survivors):
-        scores[name] = partial(group_mean, partial(episode_metric, name))
-    for k in attempt_counts(min(len(group.episodes) for group in groups)) if has_success else ():
+    scores: dict[str, TaskScore] = {
+        name: partial(group_mean, value) for name, value in episode_scores(survivors).items()
+    }
+    for k in attempt_counts(min(len(group.episodes) for group in groups)) if "success" in scores else ():
         scores[f"pass@{k}"], scores[f"pass^{k}"] = partial(_pass, k, pass_at_k), partial(_pass, k, pass_all_k)
     return scores
 

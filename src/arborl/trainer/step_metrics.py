@@ -11,20 +11,15 @@ from arborl.algorithms.episode_advantages import is_constant
 from arborl.types import NOT_SAMPLED, Episode, FinishReason, Forest, Group, Metrics, StopReason, Terms
 
 STOPS = (StopReason.DONE, StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.CONTEXT_FULL)
-"""Stop reasons of episodes that did not fail."""
 SKIPPED_COUNTERS: Metrics = {"learner/skipped": 0.0, "learner/skipped/no_terms": 0.0, "learner/skipped/gradient": 0.0}
 """Written at 0 too, so that each is a continuous curve."""
 
 
 def episode_metrics(groups: Sequence[Group]) -> Metrics:
-    """Counts, rewards, stop reasons and lengths of the episodes of a step."""
     episodes = [episode for group in groups for episode in group.episodes if episode.weight > 0]
     survivors = [episode for episode in episodes if episode.failure is None]
     has_rewards = not any(episode.is_offline for episode in episodes)  # demonstrations have none
-    metrics: Metrics = {
-        "episode/count": float(len(episodes)),
-        "episode/failed": float(len(episodes) - len(survivors)),
-    }
+    metrics: Metrics = {"episode/count": float(len(episodes)), "episode/failed": float(len(episodes) - len(survivors))}
     if has_rewards:
         flat = [is_constant(np.array([episode.reward for episode in group.valid_episodes])) for group in groups]
         metrics["group/zero_variance"] = float(np.mean(flat)) if flat else 0.0

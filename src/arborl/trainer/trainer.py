@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import gc
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import torch
 
 from arborl.algorithms.recipe import Algorithm
 from arborl.checkpoint import DamagedCheckpoint
@@ -26,7 +31,6 @@ from arborl.rollout.token_trees import downsample_branches
 from arborl.seeds import derive
 from arborl.spans import end_open_spans, span
 from arborl.track.tracker import Tracker
-from arborl.trainer.learner_thread import LearnerThread
 from arborl.trainer.step_metrics import SKIPPED_COUNTERS, batch_metrics, episode_metrics
 from arborl.trainer.training_batch import prepare_batch
 from arborl.trainer.weight_probe import WeightSyncProbe
@@ -34,24 +38,21 @@ from arborl.types import Group, Metrics, Terms
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 LOST_ENGINE_METRICS = ("engine/lost", "engine/retried", "engine/seconds_lost")
 """Reported with the next step, also if the loss happened between two steps."""
 
 
 class Hook(Protocol):
-    """Something to do after a step."""
-
     async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:
         """Called when `trainer.step` steps are done; may add to `metrics`, which are logged afterwards."""
         ...
 
 
 class CheckpointSaver(Protocol):
-    """Saves the run's state."""
-
-    def __call__(self, trainer: Trainer) -> None:
-        """Called after every step, once its metrics are written."""
-        ...
+    def __call__(self, trainer: Trainer) -> None: ...
 
     def seconds(self) -> Metrics:
         """Time spent saving since the last call."""
@@ -60,22 +61,12 @@ class CheckpointSaver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CreditedBatch:
-    """The batch of the last update, and the loss of each of its terms."""
-
     groups: Sequence[Group]
     terms: Terms
     log: TermLog
 
 
 class StageTimer:
-    """Seconds by stage of a step.
-
-    Example:
-        with timer("rollout"):
-            ...
-        timer.seconds      # {"time/rollout": 1.2}
-    """
-
     def __init__(self) -> None:
         self.seconds: Metrics = {}
         self.start = time.perf_counter()
@@ -90,11 +81,58 @@ class StageTimer:
         return self.seconds | {"time/step": time.perf_counter() - self.start}
 
 
-class Trainer:
-    """The parts of a run and its position: `step` of `num_steps` steps are done.
+class LearnerThread:
+    """Runs functions one at a time, always in the same thread: while it computes, the event loop serves environments,
+    tools, rewards and the engine."""
 
-    Metrics, episodes, checkpoint and evaluation of the N-th update carry the number N. Step 0 is the start.
-    """
+    def __init__(self) -> None:
+        self.pool: ThreadPoolExecutor | None = None
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the function. A cancellation takes effect when it has returned: an update is never half done."""
+        return await self._run(torch.get_num_threads(), lambda: function(*args, **kwargs))
+
+    async def run_beside_engine(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The same while the event loop's thread computes too: each gets half of torch's threads. Two computations that
+        both use all cores are slower than one after the other."""
+        num_threads = torch.get_num_threads()
+        num_learner_threads = max(1, num_threads // 2)
+        torch.set_num_threads(max(1, num_threads - num_learner_threads))
+        try:
+            return await self._run(num_learner_threads, lambda: function(*args, **kwargs))
+        finally:
+            torch.set_num_threads(num_threads)
+
+    async def _run(self, num_threads: int, function: Callable[[], T]) -> T:
+        # A CPU computes denormal numbers (below 1e-38) a hundred times slower, and a diverged or very certain model
+        # has millions of them in its gradients. In this thread they are flushed to zero.
+        self.pool = self.pool or ThreadPoolExecutor(1, "arborl-learner", torch.set_flush_denormal, (True,))
+        context, loop, is_cancelled = contextvars.copy_context(), asyncio.get_running_loop(), False
+
+        def run_in_thread() -> T:
+            torch.set_num_threads(num_threads)  # per thread: a new thread does not inherit it
+            return context.run(function)
+
+        future: asyncio.Future[Any] = loop.run_in_executor(self.pool, run_in_thread)
+        while not future.done():
+            try:
+                await asyncio.wait([future])
+            except asyncio.CancelledError:
+                is_cancelled = True
+        task = asyncio.current_task()
+        if is_cancelled and task is not None:
+            task.cancel()  # again: it takes effect at the next await
+        return future.result()  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.shutdown()
+            self.pool = None
+
+
+class Trainer:
+    """The parts of a run and its position: `step` of `num_steps` steps are done. Metrics, episodes, checkpoint and
+    evaluation of the N-th update carry the number N. Step 0 is the start."""
 
     def __init__(
         self,
@@ -124,12 +162,10 @@ class Trainer:
         )  # fmt: skip
         self.thread = LearnerThread()
         self.credited: CreditedBatch | None = None
-        """The batch of the last update, if `track.terms` is set."""
         self.train_seconds = 0.0
         self.idle_since = time.perf_counter()
 
     async def fit(self) -> None:
-        """Train from `step` to `num_steps`."""
         self.idle_since = time.perf_counter()
         self.rollout.engine_time.busy()
         gc.freeze()  # objects of the libraries stay; scanning them stalls the engine
@@ -151,7 +187,8 @@ class Trainer:
         timer, seed = StageTimer(), derive(self.config.seed, "step", self.step)
         losses = self._reset_counters()
         with timer("rollout"):
-            groups = await self._collect()
+            with span("arborl.wait"):
+                groups = await self.pipeline.take(self.step)
             greedy = await self._collect_greedy(groups, seed) if self.algorithm.needs.greedy else []
         with timer("score"):
             await self._score(groups, greedy)
@@ -180,11 +217,6 @@ class Trainer:
             self._resume_engine()
 
     # -------------------------------------------------------------------------------------------- collect and score
-
-    async def _collect(self) -> list[Group]:
-        await self.pipeline.begin(self.step)
-        with span("arborl.wait"):
-            return list(await self.pipeline.take(self.step))
 
     async def _collect_greedy(self, groups: Sequence[Group], seed: int) -> list[Group]:
         """One greedy episode per task: a baseline that is never trained on."""
@@ -268,7 +300,6 @@ class Trainer:
         self.failure_monitor.check("step", self.step, [*episodes, *self.rollout.take_dropped_failures()], num_episodes)
 
     def _idle_seconds(self, timer: StageTimer) -> Metrics:
-        """Since the last call: how long the engine and the learner were idle."""
         now = time.perf_counter()
         elapsed, self.idle_since = now - self.idle_since, now
         return {
@@ -290,7 +321,6 @@ class Trainer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's state."""
         try:
             self.step, self.train_seconds = int(state["step"]), float(state["train_seconds"])
             self.algorithm.load_state(state["algorithm"])

@@ -31,11 +31,9 @@ def prepare_batch(
     groups: Sequence[Group],
     extra_needs: AlgorithmNeeds = NO_EXTRA_NEEDS,
 ) -> tuple[list[Group], Forest, Terms]:
-    """The groups to train on, their token trees, and their terms with the columns that the algorithm needs.
-
-    An episode for which a model computes a number that is not finite fails: it is logged and counted, and leaves
-    baseline and loss together. The batch is then prepared again without it.
-    """
+    """The groups to train on, their token trees, and their terms with the columns that the algorithm needs. An episode
+    for which a model computes a number that is not finite fails: it is logged and counted, and leaves baseline and loss
+    together. The batch is then prepared again without it."""
     while True:
         kept = algorithm.keep(groups)
         needs = algorithm.needs | extra_needs

@@ -10,7 +10,6 @@ from arborl.engines.engine import PROBE_SESSION, Engine
 from arborl.types import Completion, Metrics, Sampling
 
 PROMPT = (1, 2, 3, 5, 8, 13)
-"""Token ids of every vocabulary."""
 PATIENCE = 3
 """Updates that may leave the probe unchanged: in bfloat16 a small update can round to nothing."""
 
@@ -29,7 +28,6 @@ class WeightSyncProbe:
         self.num_unchanged = 0
 
     async def start(self) -> None:
-        """Sample with the initial weights."""
         if not self.is_done:
             self.before = await self._sample()
 

@@ -20,14 +20,7 @@ log = logging.getLogger(__name__)
 
 
 async def write_artifacts(parts: RunParts, home: Path, episodes: Sequence[Episode], step: int = 0) -> dict[str, Path]:
-    """Write all artifacts; returns their paths by name. A rendering error is logged and does not fail the run.
-
-    Args:
-        parts: the objects of the run.
-        home: the run folder.
-        episodes: of the last evaluation; some of them are rendered.
-        step: number of the last step.
-    """
+    """Write all artifacts; returns their paths by name. A rendering error is logged and does not fail the run."""
     rendered: dict[str, tuple[str, int, str]] = {}
     written = {"run folder": home, "summary": home / "summary.json", "metrics": home / "metrics.jsonl"}
     try:
@@ -54,18 +47,8 @@ def select_episodes(episodes: Sequence[Episode], count: int) -> list[Episode]:
 
 class EpisodeRenderer:
     """Hook that renders episodes of training steps and of every evaluation as GIFs, in `train/` and `validation/`.
-
     Episodes are replayed from their records in a fresh environment; the model is not called. A rendering error is
-    logged and does not fail the run.
-
-    Args:
-        cast: constructs environments.
-        decode: token ids to text.
-        folder: folder of the GIFs.
-        every: steps between rendered training episodes.
-        count: number of episodes: best, worst, second best, second worst, ...
-        drawn: called with the path, the step and `train` or `validation`.
-    """
+    logged and does not fail the run."""
 
     def __init__(
         self,
@@ -84,7 +67,6 @@ class EpisodeRenderer:
             await self.draw("train", trainer.step, groups)
 
     async def draw(self, kind: str, step: int, groups: Sequence[Group]) -> list[Path]:
-        """Render episodes of these groups; returns the written files."""
         written = []
         for episode in extremes([episode for group in groups for episode in group.valid_episodes], self.count):
             name = re.sub(r"[^\w.-]+", "-", episode.id)

@@ -50,13 +50,12 @@ SAMPLE = (
     Message("user", "Good. Write one sentence about a frozen lake in winter."),
 )
 """Conversation on which execution paths are checked."""
+SAMPLING_SETTINGS = ("max_tokens", "temperature", "top_k", "top_p", "min_p")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunParts:
-    """The objects of a run."""
-
     config: RunConfig
     model_folder: Path
     model: PreTrainedModel
@@ -70,18 +69,14 @@ class RunParts:
     learner: Learner | LearnerGroup
     evaluator: HeldOutEvaluator
     steps: int
-    """Number of steps of the whole run."""
     sandbox: ActiveLevel | None
     """Isolation of the code that the model writes; None if the run executes none."""
     tools: ToolLoader
     plan: MemoryPlan
-    """Memory plan of the device."""
     tracker_makers: Makers = field(default_factory=dict)
-    """Trackers beside the files of the run, by name."""
     cluster: RayCluster | None = None
 
     async def close(self) -> None:
-        """Close the engine, the environment processes, the tool servers, the learner and the cluster."""
         try:
             await self.engine.close()
             self.rollout.close()
@@ -98,14 +93,11 @@ class RunParts:
             self.cluster.close()
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Write tokenizer and chat template beside saved weights."""
         save_tokenizer(self.model_folder, self.renderer, folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingParts:
-    """The objects that serve a trained model, without a learner."""
-
     config: RunConfig
     model: PreTrainedModel
     renderer: Renderer
@@ -130,13 +122,6 @@ def save_tokenizer(source: Path, renderer: Renderer, folder: Path) -> None:
 
 
 def build(config: RunConfig, objects: Mapping[str, Any] | None = None, training: bool = True) -> RunParts:
-    """The objects of a run.
-
-    Args:
-        config: the run.
-        objects: Python objects of parts, by name.
-        training: whether weights change; if not, remote engines keep their weights.
-    """
     factory = RunPartFactory(config, objects or {}, connect=True)
     try:
         return _build(factory, training)
@@ -188,7 +173,7 @@ def _build(factory: RunPartFactory, training: bool) -> RunParts:
     evaluator: HeldOutEvaluator = (
         OfflineEvaluator(source, rollout, algorithm, config, learner)
         if config.data.offline
-        else Evaluator(source, rollout, rewards, config.evaluation, config.seed, config.rollout.val_envs)
+        else Evaluator(source, rollout, rewards, config.evaluation, config.seed, config.data.evaluation_counts)
     )
     return RunParts(
         config=config, model_folder=folder, model=model, renderer=renderer, engine=engine, source=trained, cast=cast,
@@ -198,7 +183,6 @@ def _build(factory: RunPartFactory, training: bool) -> RunParts:
 
 
 def build_served(config: RunConfig, objects: Mapping[str, Any] | None = None) -> ServingParts:
-    """The objects that serve the model of a configuration: engine and agents."""
     factory = RunPartFactory(config, objects or {}, connect=True)
     try:
         cast = factory.cast()
@@ -213,8 +197,8 @@ def build_served(config: RunConfig, objects: Mapping[str, Any] | None = None) ->
     except BaseException:
         factory.open_tools.stop()
         raise
-    names = ("temperature", "top_k", "top_p", "min_p", "max_tokens")
-    overrides = {name: value for name in names if (value := getattr(config.evaluation, name)) is not None}
+    chosen = {name: getattr(config.evaluation, name) for name in SAMPLING_SETTINGS}
+    overrides = {name: value for name, value in chosen.items() if value is not None}
     return ServingParts(
         config=config, model=model, renderer=renderer, engine=engine, cast=cast,
         sampling=replace(sampling, **overrides), limits=episode_limits(config), tools=factory.open_tools,
@@ -222,10 +206,8 @@ def build_served(config: RunConfig, objects: Mapping[str, Any] | None = None) ->
 
 
 def check(config: RunConfig) -> None:
-    """Check that agents, environments, tools and rewards exist and accept their arguments, without a model.
-
-    A tool that is a class (such as an index of a corpus) is not constructed; its arguments are checked.
-    """
+    """Check that agents, environments, tools and rewards exist and accept their arguments, without a model. A tool that
+    is a class (such as an index of a corpus) is not constructed; its arguments are checked."""
     factory = RunPartFactory(config, {})
     factory.cast()
     factory.rewards()
@@ -241,27 +223,14 @@ def count_steps(config: RunConfig, objects: Mapping[str, Any] | None = None) -> 
 
 
 def training_sampling(config: RunConfig, renderer: Renderer) -> Sampling:
-    """Sampling parameters in training."""
     section = config.sampling
-    return Sampling(
-        max_tokens=section.max_tokens,
-        temperature=section.temperature,
-        stop=renderer.stop,
-        stop_texts=section.stop,
-        top_k=section.top_k,
-        top_p=section.top_p,
-        min_p=section.min_p,
-    )
+    same = {name: getattr(section, name) for name in SAMPLING_SETTINGS}
+    return Sampling(stop=renderer.stop, stop_texts=section.stop, **same)
 
 
 def episode_limits(config: RunConfig) -> EpisodeLimits:
-    rollout = config.rollout
-    return EpisodeLimits(
-        max_turns=rollout.max_turns,
-        max_context=config.sampling.max_context,
-        episode_seconds=rollout.episode_seconds,
-        step_seconds=rollout.step_seconds,
-    )
+    rollout, max_context = config.rollout, config.sampling.max_context
+    return EpisodeLimits(rollout.max_turns, max_context, rollout.episode_seconds, rollout.step_seconds)
 
 
 def make_renderer(config: RunConfig, folder: Path) -> Renderer:

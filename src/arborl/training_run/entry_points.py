@@ -176,10 +176,8 @@ class _Training:
 
 
 def _next_resume(home: Path, resume: str | None) -> str | None:
-    """Where a run resumes after the loss of a rank: its last checkpoint, else its first start.
-
-    The objects of the lost attempt are freed first: two models might not fit.
-    """
+    """Where a run resumes after the loss of a rank: its last checkpoint, else its first start. The objects of the lost
+    attempt are freed first: two models might not fit."""
     gc.collect()
     return "latest" if has_checkpoints(home / "checkpoints") else resume
 
@@ -234,9 +232,9 @@ def stub_config(config: RunConfig) -> RunConfig:
         tree["engine"] = config.engine.scripted()
     tree["trainer"] |= {"steps": min(config.trainer.steps or 3, 3), "epochs": None}
     tree["demonstrations"] |= {"steps": min(config.demonstrations.steps, 1)}
-    if not config.rollout.envs.tags:  # a partition fixes the number of groups
-        few = min(config.rollout.tasks_per_step, 4)
-        tree["rollout"] |= {"tasks_per_step": few, "envs": tree["rollout"]["envs"] | {"num_env_groups": None}}
+    tree["rollout"] |= {"tasks_per_step": min(config.rollout.tasks_per_step, 4)}
+    for source in tree["data"]["sources"].values():
+        source["evaluation_tasks"] = None
     tree["learner"] |= {"minibatches": 1}
     tree["track"] |= {"top_logprobs": 0}
     tree["placement"] = {"name": "local"}

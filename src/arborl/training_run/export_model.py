@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arborl import checkpoint
+from arborl.config.load_config import load
 from arborl.config.run_config import AgentPartConfig, RunConfig
 from arborl.config.trust import READ
 from arborl.errors import ConfigError, disk_errors
@@ -30,15 +31,10 @@ TEXT = "Hello, world! What is 12 + 30? <answer>42</answer> def f(x): return x **
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """Result of an export."""
-
     folder: Path
     merged: bool
-    """Whether adapters were merged into the weights."""
     tokens: int
-    """Number of compared tokens."""
     mean_gap: float
-    """Mean absolute difference of log-probabilities."""
     max_gap: float
 
 
@@ -49,7 +45,6 @@ def export(
 
     Args:
         name: a run, a checkpoint, a model folder (of adapters too) or a model's name.
-        out: a new folder.
         overrides: settings as on the command line.
         dtype: precision of the weights. Default: that of the run.
         trust: read environment variables that an unsigned run folder names.
@@ -113,47 +108,26 @@ def _compare(
 
 
 def card(name: str, config: RunConfig, done: ExportResult) -> str:
-    """The model card: origin, metrics and use."""
-    run = _run_of(name)
-    base = _base(run) or config.model.name
-    front = [
-        "---",
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        "tags: [arborl, reinforcement-learning]",
-    ]
+    place = Path(name)
+    run = next((one for one in (place, place.parent.parent) if (one / "config.yaml").exists()), None)
+    base = config.model.name if run is None else load(run / "config.yaml", []).model.name  # its initial model
+    front = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    front.append("tags: [arborl, reinforcement-learning]")
     if not Path(base).exists():  # a name, not a local folder
         front.append(f"base_model: {json.dumps(base)}")
     task = "offline rows" if config.data.offline else short_name(config.env.name)
     lines = [*front, "---", "", f"# {config.name if run else Path(base).name}", ""]
     if run is not None:
-        lines += [
-            f"`{Path(base).name}`, trained on {task} with {config.algorithm.name} by Arbor (seed {config.seed}).",
-            "",
-        ]
-        lines += _numbers(run, name)
+        origin = f"trained on {task} with {config.algorithm.name} by Arbor (seed {config.seed})."
+        lines += [f"`{Path(base).name}`, {origin}", "", *_numbers(run, name)]
     lines += ["## Export", ""]
     lines += ["LoRA adapters were merged into the weights." if done.merged else "The weights as they were trained."]
     lines += [f"Loaded by transformers, log-probabilities of {done.tokens} tokens differ by {done.mean_gap:.1e} on"]
     lines += [f"average and {done.max_gap:.1e} at most.", "", "## Use", "", "```python"]
     lines += ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
-    lines += [
-        'model = AutoModelForCausalLM.from_pretrained("FOLDER")',
-        'tokenizer = AutoTokenizer.from_pretrained("FOLDER")',
-    ]
+    lines += ['model = AutoModelForCausalLM.from_pretrained("FOLDER")']
+    lines += ['tokenizer = AutoTokenizer.from_pretrained("FOLDER")']
     return "\n".join([*lines, "```", ""])
-
-
-def _run_of(name: str) -> Path | None:
-    place = Path(name)
-    return next((one for one in (place, place.parent.parent) if (one / "config.yaml").exists()), None)
-
-
-def _base(run: Path | None) -> str | None:
-    """The initial model of the run."""
-    from arborl.config.load_config import load
-
-    return load(run / "config.yaml", []).model.name if run is not None else None
 
 
 def _numbers(run: Path, name: str) -> list[str]:

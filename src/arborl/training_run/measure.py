@@ -32,10 +32,7 @@ OPENAI = "https://api.openai.com/v1"
 
 @dataclass(frozen=True, slots=True)
 class MeasureOptions:
-    """Options of an evaluation."""
-
     overrides: Sequence[str] = ()
-    """Settings as on the command line."""
     temperatures: Sequence[float] = ()
     """Sampling temperatures, 0 for greedy. Default: as configured."""
     attempts: int | None = None
@@ -52,15 +49,11 @@ class MeasureOptions:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPolicy:
-    """A policy and its settings."""
-
     name: str
     config: RunConfig
 
 
 class HeldOutRows(TaskSource):
-    """A source of held-out tasks only."""
-
     def __init__(self, tasks: Sequence[Task]):
         self.tasks = list(tasks)
 
@@ -75,7 +68,10 @@ def policies(names: Sequence[str], options: MeasureOptions) -> list[MeasuredPoli
     """The named policies with their settings; no model is loaded."""
     if twice := [name for number, name in enumerate(names) if name in names[:number]]:
         raise ConfigError(f"{twice[0]}: named twice. Name each policy once.")
-    configs = {name: _stored_settings(name, options) for name in names}
+    configs: dict[str, RunConfig | None] = dict.fromkeys(names)
+    for name in names:  # a model has no settings of its own
+        if not name.startswith(REMOTE) and locate_model(name, options.overrides, options.trust).run is not None:
+            configs[name] = settings_of(name, options)
     common = next((config for config in configs.values() if config is not None), None) or load(None, options.overrides)
     return [
         MeasuredPolicy(name, _with_options(config or _model_settings(name, common, options), options))
@@ -84,34 +80,20 @@ def policies(names: Sequence[str], options: MeasureOptions) -> list[MeasuredPoli
 
 
 def settings_of(name: str, options: MeasureOptions, only: Collection[str] = ()) -> RunConfig:
-    """Of one policy, with the model that it stands for; `only` as of `load_run`."""
     place = locate_model(name, options.overrides, options.trust, only)
-    return _of_model(_here(place.config, options), str(place.model))
-
-
-def _stored_settings(name: str, options: MeasureOptions) -> RunConfig | None:
-    """The settings of a run, a checkpoint or a YAML file; None for a model."""
-    if name.startswith(REMOTE):
-        return None
-    place = locate_model(name, options.overrides, options.trust)
-    return _of_model(_here(place.config, options), str(place.model)) if place.run is not None else None
+    config = place.config
+    if not any(word.startswith("placement") for word in options.overrides):  # its cluster may be gone or busy
+        config = config.model_copy(update={"placement": PlacementConfig()})
+    return _of_model(config, str(place.model))
 
 
 def _model_settings(name: str, common: RunConfig, options: MeasureOptions) -> RunConfig:
-    """The common settings with a model by name or at an address."""
     if not name.startswith(REMOTE):
         return _of_model(common, str(locate_model(name, options.overrides, options.trust).model))
     url = options.base_url.rstrip("/")
     key = options.key or ("OPENAI_API_KEY" if url == OPENAI else None)
     where = {"urls": [url.removesuffix("/v1")], "model": name.removeprefix(REMOTE), "api_key_env": key}
-    return validate(RunConfig, common.model_dump() | {"engine": {"name": "http", "chat": True} | where})
-
-
-def _here(config: RunConfig, options: MeasureOptions) -> RunConfig:
-    """Without the placement of the run, unless overridden: its cluster may be gone or busy."""
-    if any(word.startswith("placement") for word in options.overrides):
-        return config
-    return config.model_copy(update={"placement": PlacementConfig()})
+    return validate(RunConfig, common.model_dump() | {"engine": {"name": "http", "args": {"chat": True} | where}})
 
 
 def _of_model(config: RunConfig, model: str) -> RunConfig:
@@ -119,10 +101,9 @@ def _of_model(config: RunConfig, model: str) -> RunConfig:
 
 
 def _with_options(config: RunConfig, options: MeasureOptions) -> RunConfig:
-    """The settings with the number of attempts, and for prompts if there are some."""
     tree = config.model_dump()
     if options.attempts is not None:
-        tree["rollout"]["val_envs"]["group_size"] = options.attempts
+        tree["evaluation"]["group_size"] = options.attempts
     if options.prompts is None:
         if config.evaluation.tasks == 0:
             raise ConfigError("evaluation.tasks=0: nothing to evaluate. Write evaluation.tasks=200.")
@@ -137,8 +118,6 @@ def _with_options(config: RunConfig, options: MeasureOptions) -> RunConfig:
         tree["rollout"] |= {"group_size": max(config.rollout.group_size, 2)}
     rows = {"rows": PROMPTS, "evaluation_rows": PROMPTS, "question": config.data.question}
     tree |= {"data": {"agents": tree["data"]["agents"]} | rows, "demonstrations": {}}
-    tree["rollout"]["val_envs"] |= {"tags": (), "num_groups_partition": ()}
-    tree["rollout"]["envs"] |= {"tags": (), "num_groups_partition": ()}
     tree["trainer"] |= {"steps": 1, "epochs": None}
     if not (all("answer" in row for row in options.prompts) and any(one.name != "env" for one in config.rewards)):
         tree["rewards"] = [{"name": UNJUDGED}]
@@ -148,13 +127,6 @@ def _with_options(config: RunConfig, options: MeasureOptions) -> RunConfig:
 async def play(
     policy: MeasuredPolicy, options: MeasureOptions, objects: Mapping[str, Any] | None = None
 ) -> list[PolicyResult]:
-    """Evaluate one policy, one decoding mode after the other.
-
-    Args:
-        policy: the policy.
-        options: tasks and decoding.
-        objects: Python objects of parts, by their names in the configuration.
-    """
     functions = {} if options.prompts is None else {PROMPTS: lambda: list(options.prompts or ()), UNJUDGED: _unjudged}
     parts = build(policy.config, {**(objects or {}), **functions}, training=False)
     try:
@@ -190,12 +162,10 @@ async def _play(policy: MeasuredPolicy, parts: RunParts, options: MeasureOptions
 
 
 def _unjudged(episode: Episode) -> float:
-    """Reward of prompts without answers."""
     return 0.0
 
 
 def _ways(config: RunConfig, options: MeasureOptions) -> dict[str, float]:
-    """Temperatures by decoding mode."""
     if options.temperatures:
         return {"greedy" if one == 0 else f"t={one:g}": one for one in options.temperatures}
     sampled = {"sampled": config.evaluation.temperature}
@@ -206,12 +176,10 @@ def _prompt_evaluator(parts: RunParts, prompts: Sequence[Mapping[str, Any]]) -> 
     from arborl.trainer.evaluation import Evaluator
 
     config, tasks = parts.config, tasks_of(parts.config, prompts)
-    tags = config.rollout.val_envs
-    return Evaluator(HeldOutRows(tasks), parts.rollout, parts.rewards, config.evaluation, config.seed, tags)
+    return Evaluator(HeldOutRows(tasks), parts.rollout, parts.rewards, config.evaluation, config.seed)
 
 
 def tasks_of(config: RunConfig, prompts: Sequence[Mapping[str, Any]]) -> list[Task]:
-    """Prompts as tasks with new ids, in order."""
     reader = RowReader("prompts", config.data.question)
     tasks = (reader.task(row, f"prompt {n}", None, n) for n, row in enumerate(prompts, 1))
     return [replace(task, id=f"prompts/{n:06d}") for n, task in enumerate(tasks, 1)]

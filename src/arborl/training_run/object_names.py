@@ -15,21 +15,16 @@ from arborl.config.config_base import Config
 from arborl.registry import OBJECT_PREFIX, unique_name
 
 PART_KEYS = ("agent", "env", "engine", "group_filter", "advantage", "loss", "name")
-"""Keys of parts at any depth."""
 SECTIONS = ("rollout", "track", "algorithm")
-"""Keys of sections with parts."""
 PLAIN = (str, PathLike, int, float, type(None), Config)
 
 
 def name_objects(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings with names instead of objects, and the objects by name."""
     names = ObjectNames()
     return names.section(settings), names.objects
 
 
 class ObjectNames:
-    """Assigns one name per object."""
-
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
 
@@ -54,7 +49,6 @@ class ObjectNames:
         return out
 
     def part(self, value: Any) -> Any:
-        """A part: a name, an object, or a section with one."""
         if isinstance(value, Mapping):
             return self.section(value)
         return value if isinstance(value, PLAIN) else self.name(value)
@@ -71,7 +65,6 @@ class ObjectNames:
         return self.part(value)
 
     def name(self, value: Any) -> str:
-        """The name of the object; the same for repeated calls."""
         for known, one in self.objects.items():
             if one is value:
                 return known

@@ -54,19 +54,12 @@ if TYPE_CHECKING:  # needs torch
 
 
 class RunPartFactory:
-    """Constructs the parts of a run; each is checked once at the start.
-
-    Args:
-        config: the run.
-        objects: Python objects of parts, by name.
-        connect: start tool servers and list their tools; else their entries are only checked.
-    """
+    """Constructs the parts of a run; each is checked once at the start."""
 
     def __init__(self, config: RunConfig, objects: Mapping[str, Any], connect: bool = False):
         self.config, self.objects = config, objects
         self.open_tools = ToolLoader(lambda name: self.find(TOOLS, name), connect)
         self.made: list[Any] = []
-        """Constructed agents, tools and rewards."""
         self.cluster: RayCluster | None = None
 
     def find(self, registry: Registry, name: str) -> Any:
@@ -82,19 +75,18 @@ class RunPartFactory:
         if config.engine.name not in ENGINES.table:
             self.find(ENGINES, config.engine.name)
         if config.engine.name == "vllm":
-            check_vllm_installed(config.engine.python)
+            check_vllm_installed(config.engine.options.python)
         if config.placement.name == "ray":
             check_ray_available(config.placement)
         if config.rollout.group_filter is not None:
             self.find(FILTERS, config.rollout.group_filter)
 
     def connect(self, model: PreTrainedModel, rewards: Rewards, training: bool = True) -> None:
-        """Join or start the Ray cluster of the run, and place rewards on it."""
         if self.config.placement.name == "ray":
             from arborl.cluster.placement.placed_parts import connect_cluster
 
             remote_ranks = self.config.learner.ranks - 1 if training else 0
-            self.cluster = connect_cluster(self.config.placement, model, rewards, remote_ranks)
+            self.cluster = connect_cluster(self.config, model, rewards, remote_ranks)
 
     def stop(self) -> None:
         """Stop tool servers and the cluster after a failed build."""
@@ -105,11 +97,9 @@ class RunPartFactory:
                 self.cluster.close()
 
     def cast(self) -> EpisodeFactories:
-        """Constructors of agents and environments for a task.
-
-        The parts are those of the task's source. A task may name another agent or environment; an agent in the
-        configuration of the source takes precedence over one in its rows.
-        """
+        """Constructors of agents and environments for a task. The parts are those of the task's source. A task may name
+        another agent or environment; an agent in the configuration of the source takes precedence over one in its
+        rows."""
         config, seats = self.config, parts_by_source(self.config)
         tools, sources = self.tools(), config.data.sources
 
@@ -148,11 +138,7 @@ class RunPartFactory:
         def make_agent(task: Task) -> Agent:
             return agent_constructor(source_of(task), task.agent)()
 
-        cast = (
-            EpisodeFactories(make_agent, make_env, *source_overrides(sources))
-            if sources
-            else EpisodeFactories(make_agent, make_env)
-        )
+        cast = EpisodeFactories(make_agent, make_env, *source_overrides(sources))
         for name, seat in seats.items():
             _check_env(cast.env(Task("check", source=name)), f"{seat.where}env={seat.env.name}")
             self.made.append(cast.agent(Task("check", source=name)))
@@ -161,7 +147,6 @@ class RunPartFactory:
         return cast
 
     def tools(self) -> dict[str, list[AnyTool]]:
-        """The tools of each source, constructed or fetched from their servers."""
         seats = parts_by_source(self.config)
         everywhere = [entry for seat in seats.values() for entry in seat.tools]
         warn_foreign_variables(everywhere)
@@ -173,7 +158,6 @@ class RunPartFactory:
         return made
 
     def rewards(self) -> Rewards:
-        """The rewards of the run, and those of sources with their own."""
         seats = parts_by_source(self.config)
         run = self._rewards(seats.pop(""))
         names = [name for name, source in self.config.data.sources.items() if source.rewards is not None]
@@ -235,7 +219,6 @@ class RunPartFactory:
         check_accepts_context(found, f"agent_name={agent} of rows of {source}", seats.get(source, seats[""]).context)
 
     def algorithm(self) -> Algorithm:
-        """The algorithm, with weights of sources and demonstrations."""
         from arborl.algorithms import make_algorithm, object_finder
         from arborl.algorithms.combined_algorithms import DemonstrationAlgorithm, SourceWeightedAlgorithm
 
@@ -254,9 +237,8 @@ class RunPartFactory:
         rewards: Rewards,
         given: OfflineEpisodes,
     ) -> Rollout:
-        """The rollout with its workers, group options and recording or replay."""
         settings = self.config.rollout
-        workers = Workers(settings.workers, settings.envs.max_env_num_per_worker)
+        workers = Workers(settings.workers, settings.envs_per_process)
         if self.cluster is not None and self.config.placement.env_workers:
             from arborl.cluster.placement.ray_environments import environment_processes
 
@@ -290,18 +272,18 @@ class RunPartFactory:
         training: bool = True,
     ) -> Engine:
         """The engine. `kv_tokens` and `sleep_mode` are those of `LocalEngine`, from the memory plan."""
-        config, settings = self.config, self.config.engine
+        config, settings, options = self.config, self.config.engine, self.config.engine.options
         found, decode = self.find(ENGINES, settings.name), renderer.tokenizer.decode
         if self.cluster is not None and config.placement.engines:
             from arborl.cluster.placement.placed_parts import build_ray_engine
 
             return build_ray_engine(self.cluster, config, model, renderer, sampling)
         if settings.name == "scripted":
-            texts = settings.replies or cast.env(Task("check")).actions() or ("Yes.",)
+            texts = options.replies or cast.env(Task("check")).actions() or ("Yes.",)
             made: Engine = found(replies(renderer, texts), decode=decode)
             return made
         if settings.name not in ("local", "vllm", "http"):
-            made = found(model)
+            made = found(model, **settings.args)
             return made
         common: dict[str, Any] = {
             "model": model,
@@ -310,17 +292,17 @@ class RunPartFactory:
         }
         arguments: dict[str, dict[str, Any]] = {
             "local": {
-                "kv_tokens": kv_tokens, "page_size": settings.page_size, "deterministic": config.deterministic,
-                "decode": decode, "update": settings.update, "sleep_mode": sleep_mode,
+                "kv_tokens": kv_tokens, "page_size": options.page_size, "deterministic": config.deterministic,
+                "decode": decode, "update": options.update, "sleep_mode": sleep_mode,
             },
             "vllm": {
-                "kv_tokens": settings.kv_tokens, "dtype": settings.dtype, "python": settings.python,
-                "args": settings.args, "sampling": sampling, "sleep_mode": settings.sleep_mode, "decode": decode,
+                "kv_tokens": settings.kv_tokens, "dtype": options.dtype, "python": options.python,
+                "args": settings.own_args, "sampling": sampling, "sleep_mode": settings.sleep_mode, "decode": decode,
             },
             "http": {
-                "urls": settings.urls, "dtype": settings.dtype, "named": settings.model,
-                "weights_dir": settings.weights_dir, "seconds": settings.seconds, "key": settings.api_key_env,
-                "sampling": sampling, "renderer": renderer, "training": training, "chats": settings.chat,
+                "urls": options.urls, "dtype": options.dtype, "named": options.model,
+                "weights_dir": options.weights_dir, "seconds": options.seconds, "key": options.api_key_env,
+                "sampling": sampling, "renderer": renderer, "training": training, "chats": options.chat,
             },
         }  # fmt: skip
         with _engine_errors(config):
@@ -361,13 +343,13 @@ def check_vllm_installed(python: str | None) -> None:
         done = subprocess.run([python or sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(
-            f"engine.python={python}: cannot be started as a Python interpreter ({error}). Write the path of one."
+            f"engine.args.python={python}: cannot be started as a Python interpreter ({error}). Write the path of one."
         ) from error
     if done.returncode != 0:
-        where = f"the environment of engine.python={python}" if python else "this environment"
+        where = f"the environment of engine.args.python={python}" if python else "this environment"
         raise ConfigError(
             f"engine=vllm: {where} has no vLLM. Install it there (pip install vllm), or write the interpreter of an "
-            "environment that has it: engine.python=PATH. See docs/engines.md."
+            "environment that has it: engine.args.python=PATH. See docs/engines.md."
         )
 
 

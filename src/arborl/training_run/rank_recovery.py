@@ -20,39 +20,22 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class LostRank:
-    """One loss of a rank."""
-
     what: str
-    """Which rank, and how it was lost."""
     step: int | None
     """Number of finished steps; None if restarted ranks were lost before they began."""
     moments: Mapping[int, float]
     """By step: the time at which that state of the run was saved or loaded."""
     start: int | None = None
-    """Step from which the run resumed."""
     seconds: float = 0.0
     """Time from that state to the resumption: repeated work and restart."""
 
     @property
     def steps(self) -> int:
-        """Number of repeated steps."""
         return 0 if self.step is None or self.start is None else self.step - self.start
 
 
 class RankRecovery:
-    """Counts lost ranks and decides whether the run resumes. As a hook it adds their cost to the metrics.
-
-    Args:
-        restarts: maximum number of restarts.
-
-    Example:
-        recovery = RankRecovery(restarts=2)
-        try:
-            train()                       # reports its position: recovery.count(error, step=3, moments={0: …, 2: …})
-        except LearnerRankLost as error:
-            if not recovery.count(error):
-                raise
-    """
+    """Counts lost ranks and decides whether the run resumes. As a hook it adds their cost to the metrics."""
 
     def __init__(self, restarts: int):
         self.restarts, self.lost_ranks = restarts, list[LostRank]()

@@ -34,7 +34,7 @@ FIXED = {
 }
 """Patterns of keys that cannot be changed, and why."""
 EVALUATION_KEYS = (
-    "env", "agent", "tools", "rewards", "data", "evaluation", "sampling", "rollout.max_turns", "rollout.val_envs",
+    "env", "agent", "tools", "rewards", "data", "evaluation", "sampling", "rollout.max_turns",
     "model.chat_args", "context",
 )  # fmt: skip
 """Keys on which evaluation metrics depend."""
@@ -42,8 +42,6 @@ EVALUATION_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class SettingChange:
-    """A setting that differs from the checkpoint's."""
-
     key: str
     before: Any
     now: Any
@@ -62,12 +60,9 @@ class SettingChange:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The checkpoint from which a run resumes, and the changed settings."""
-
     folder: Path
     state: dict[str, Any]
     before: RunConfig
-    """The configuration of the checkpoint."""
     changes: tuple[SettingChange, ...] = ()
 
     @property
@@ -99,14 +94,6 @@ def keep_dtype(before: RunConfig, config: RunConfig) -> RunConfig:
 
 
 def check_changes(start: ResumePoint, config: RunConfig, steps: int, objects: Mapping[str, Any] | None = None) -> None:
-    """Raise ConfigError if a change cannot be applied.
-
-    Args:
-        start: the checkpoint.
-        config: the new settings.
-        steps: number of steps of the whole run.
-        objects: Python objects of parts, by name.
-    """
     lines = list(_refused_changes(start, config, steps, objects or {}))
     if lines:
         advice = "Leave it out, or start a new run: without --resume, in another output_dir."
@@ -114,7 +101,6 @@ def check_changes(start: ResumePoint, config: RunConfig, steps: int, objects: Ma
 
 
 def finished_summary(home: Path, start: ResumePoint, steps: int) -> dict[str, Any] | None:
-    """The summary of a run whose last step is done and evaluated; else None."""
     if start.step != steps:
         return None
     try:
@@ -125,7 +111,6 @@ def finished_summary(home: Path, start: ResumePoint, steps: int) -> dict[str, An
 
 
 def changes(before: RunConfig, now: RunConfig) -> Iterator[SettingChange]:
-    """All settings that differ, except `output_dir`."""
     old, new = (
         flatten(mask_secrets(to_plain(before))),
         flatten(mask_secrets(to_plain(now))),
@@ -213,7 +198,6 @@ def _missing_models(home: Path, before: RunConfig, now: RunConfig, objects: Mapp
 
 
 def _coefficients(before: AlgorithmConfig, now: AlgorithmConfig, where: str = "algorithm") -> Iterator[str]:
-    """An adaptive KL coefficient cannot be set again."""
     if before.kl.target is not None and (now.kl.coef != before.kl.coef or now.kl.target is None):
         yield f"{where}.kl: with a target its coef has been adapted since the start; it cannot be set again."
     for name in before.by_source.keys() & now.by_source.keys():
@@ -221,7 +205,6 @@ def _coefficients(before: AlgorithmConfig, now: AlgorithmConfig, where: str = "a
 
 
 def resume_messages(start: ResumePoint) -> Sequence[str]:
-    """Messages when a run resumes."""
     lines = [f"Resumes from step {start.step} ({start.folder})."]
     if start.changes:
         lines += ["Changed from here on:", *(f"  {change}" for change in start.changes)]

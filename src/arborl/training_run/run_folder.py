@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 
 RUNS = Path("runs")
 LOCK = ".lock"
-"""Lock file of the process that trains in the folder."""
 OBJECTS_NOTE = f"""# Names that begin with {OBJECT_PREFIX} are parts that were given as Python objects.
 # This run can be evaluated and resumed from Python with those objects, not from this file alone.
 """
@@ -34,10 +33,8 @@ OBJECTS_NOTE = f"""# Names that begin with {OBJECT_PREFIX} are parts that were g
 
 @contextmanager
 def claimed(config: RunConfig, resuming: bool) -> Iterator[Path]:
-    """Create and lock the run folder: `output_dir`, or the next free `runs/<name>-NNN`.
-
-    A folder that was created here and stayed empty is removed.
-    """
+    """Create and lock the run folder: `output_dir`, or the next free `runs/<name>-NNN`. A folder that was created here
+    and stayed empty is removed."""
     made: list[Path] = []
     try:
         with _output_errors(config.output_dir or RUNS):
@@ -59,7 +56,6 @@ def claimed(config: RunConfig, resuming: bool) -> Iterator[Path]:
 
 
 def _folder(config: RunConfig, resuming: bool, made: list[Path]) -> Path:
-    """The folder; created folders are appended to `made`, outermost first."""
     if config.output_dir is not None:
         if config.output_dir.exists() and not config.output_dir.is_dir():
             raise ConfigError(f"output_dir: {str(config.output_dir)!r} is a file. Write a folder.")
@@ -118,7 +114,6 @@ def _check_empty(folder: Path) -> None:
 
 @contextmanager
 def _output_errors(folder: Path) -> Iterator[None]:
-    """Convert errors of the file system to ConfigError."""
     try:
         yield
     except OSError as error:
@@ -131,7 +126,6 @@ def _output_errors(folder: Path) -> Iterator[None]:
 
 
 def write_config(folder: Path, config: RunConfig) -> None:
-    """Write and sign `config.yaml`."""
     text = dump_yaml(config.model_copy(update={"output_dir": folder}))
     if f" {OBJECT_PREFIX}" in text:
         text = OBJECTS_NOTE + text
@@ -149,23 +143,9 @@ def change_config(folder: Path, before: RunConfig, now: RunConfig, step: int) ->
     write_config(folder, now)
 
 
-def set_aside(path: Path, step: int) -> None:
-    """Rename a file that is outdated from this step on."""
-    if path.exists():
-        path.replace(path.with_name(f"{path.stem}.before-step-{step:06}{path.suffix}"))
-
-
-def write_execution(folder: Path, execution: dict[str, str]) -> None:
-    """Write device, precision and execution paths."""
-    path = folder / "execution.json"
+def write_json(path: Path, content: dict[str, Any]) -> Path:
     with disk_errors(path):
-        path.write_text(json.dumps(execution, indent=2) + "\n")
-
-
-def write_summary(folder: Path, summary: dict[str, Any]) -> Path:
-    path = folder / "summary.json"
-    with disk_errors(path):
-        path.write_text(json.dumps(summary, indent=2) + "\n")
+        path.write_text(json.dumps(content, indent=2) + "\n")
     return path
 
 
@@ -174,14 +154,11 @@ def write_summary(folder: Path, summary: dict[str, Any]) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class LocatedModel:
-    """A model and its settings."""
-
     config: RunConfig
     model: str | Path
     run: Path | None = None
     """The run folder or the YAML file, if any."""
     step: int = 0
-    """Step of the checkpoint."""
 
 
 def locate_model(
@@ -190,7 +167,6 @@ def locate_model(
     """The last checkpoint of a run, a checkpoint, a model by name or folder, or the initial model of a YAML file.
 
     Args:
-        path: folder, file or name.
         overrides: settings as on the command line.
         trust: import parts that an unsigned run folder names.
         only: actions that the caller may cause; see `arborl.config.trust.load_run_config`.

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,19 +50,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+EPISODES_EVERY = 10
+"""Steps between training episodes that are sent to trackers, without `track.render_every`."""
+
 
 class RunSession:
-    """State of a run while it is executed.
-
-    Args:
-        parts: the objects of the run.
-        home: the run folder.
-        start: the checkpoint from which the run resumes, if any.
-        saving: called when a stopped run begins to write its last checkpoint.
-        hooks: additional hooks, called last after each step.
-        recovery: the ranks of the learner that the run has lost so far.
-    """
-
     def __init__(
         self,
         parts: RunParts,
@@ -77,26 +69,23 @@ class RunSession:
         self.saving, self.hooks, self.recovery = saving, list(hooks), recovery or RankRecovery(0)
         self.start_time = time.monotonic()
         self.before: Metrics = {}
-        """Metrics of the evaluation before training."""
         self.log = RunLog(home / "run.log", to_plain(self.config))
         self.trackers = Trackers([])
         self.summary: dict[str, Any] = {}
         self.execution: dict[str, str] = {}
-        """Device, precision and execution paths of the model."""
         self.status = "failed"
         track = self.config.track
         self.render: EpisodeRenderer | None = None
-        if track.render_save_dir is not None:
+        if track.render_every:
             decode = parts.renderer.tokenizer.decode
             self.render = EpisodeRenderer(
-                parts.cast, decode, track.render_save_dir, track.render_every, track.render_episodes, self._picture
+                parts.cast, decode, home / "frames", track.render_every, track.gifs, self._picture
             )
         self.episodes = WriteEpisodes(home / "episodes")
         imitation = self.config.demonstrations.steps
         self.held_out = Evaluate(parts.evaluator, self.config.evaluation.every, self._keep_evaluation, imitation)
 
     def profile(self) -> None:
-        """Write torch's trace of two steps."""
         from arborl.trainer.hooks import ProfileSteps
 
         self.hooks.append(ProfileSteps(self.home / "profile.json"))
@@ -163,11 +152,10 @@ class RunSession:
         self.parts.engine.warm_up(self.parts.rollout.sampling)
         self.parts.learner.check_paths()
         self.execution = execution_of(self.parts.model)
-        run_folder.write_execution(self.home, self.execution)
+        run_folder.write_json(self.home / "execution.json", self.execution)
         console.note(", ".join(f"{name}: {value}" for name, value in self.execution.items()))
 
     async def _train(self, trainer: Trainer, save: SaveCheckpoints, console: Console) -> EvaluationResult:
-        """Evaluate, train, and evaluate again; returns the last evaluation."""
         if trainer.step == 0 and self.config.evaluation.before and not self.before:
             console.progress("evaluating held-out tasks before training")
             before = await self._measure(trainer)
@@ -196,7 +184,7 @@ class RunSession:
         if config.track.episodes and config.track.terms:
             hooks.append(WriteTerms(self.home / "terms", config.track.terms))
         if parts.tracker_makers:
-            hooks.append(TrackEpisodes(config.track.render_every))
+            hooks.append(TrackEpisodes(config.track.render_every or EPISODES_EVERY))
         if self.render is not None:
             hooks.append(self.render)
         if config.demonstrations.steps:
@@ -220,7 +208,8 @@ class RunSession:
         self._set_before(start.state["before"], save)
         self.parts.learner.load(start.folder)
         checkpoint.rewind(self.home / "checkpoints", trainer.step)
-        run_folder.set_aside(self.home / "summary.json", trainer.step)
+        with suppress(FileNotFoundError):  # it is outdated from this step on
+            (self.home / "summary.json").replace(self.home / f"summary.before-step-{trainer.step:06}.json")
         if start.changes:
             run_folder.change_config(self.home, start.before, self.config, trainer.step)
 
@@ -242,7 +231,6 @@ class RunSession:
         return [f"{config.name}: {what}", f"into {self.home}", *sandbox, *cluster]
 
     async def _measure(self, trainer: Trainer) -> EvaluationResult:
-        """Evaluate held-out tasks and log the metrics with the current step."""
         if self.config.evaluation.tasks == 0:
             return EvaluationResult({}, [])
         measured = await self.held_out.measure(trainer)
@@ -250,7 +238,6 @@ class RunSession:
         return measured
 
     async def _keep_evaluation(self, step: int, groups: Sequence[Group]) -> None:
-        """Write and render evaluation episodes, and send them to trackers."""
         if self.config.track.episodes:
             EpisodeStore(self.home / "episodes" / "evaluation").write(step, groups)
         self.trackers.episodes([episode for group in groups for episode in group.episodes], step, "evaluation")
@@ -261,7 +248,6 @@ class RunSession:
         self.trackers.picture(path, step, kind)
 
     def _save(self, trainer: Trainer, save: SaveCheckpoints, console: Console) -> None:
-        """Write the last checkpoint of a stopped run."""
         self.saving()
         path = save.save_now(trainer)
         console.note(f"Stopped at step {trainer.step}; saved {path}")
@@ -279,7 +265,7 @@ class RunSession:
         } | more
         if self.parts.sandbox is not None:
             self.summary["sandbox"] = str(self.parts.sandbox)
-        run_folder.write_summary(self.home, self.summary)
+        run_folder.write_json(self.home / "summary.json", self.summary)
         return self.summary
 
     async def _finish(self, trainer: Trainer, after: EvaluationResult) -> dict[str, Any]:
@@ -300,7 +286,6 @@ class RunSession:
         return copied
 
     def _print(self, content: Any) -> None:
-        """Print to the terminal and to the log."""
         Terminal().print(content, highlight=False, soft_wrap=isinstance(content, str), markup=False)
         self.log.show(content)
 

@@ -28,20 +28,11 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "
 
 
 class StopSignals:
-    """Context in which signals cancel the coroutine of `run`. Only in the main thread.
-
-    Args:
-        seconds: maximum time from SIGTERM or SIGHUP until `saving` is called.
-
-    Example:
-        with StopSignals(25) as stops:
-            stops.run(session.run(stops.saving))
-    """
+    """Context in which signals cancel the coroutine of `run`. Only in the main thread."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds
         self.got: int | None = None
-        """The received signal."""
         self._before: dict[int, Any] = {}
         self._task: asyncio.Task[Any] | None = None
         self._timer: threading.Timer | None = None
@@ -68,8 +59,6 @@ class StopSignals:
             self._exit()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run the coroutine to its end or to a signal."""
-
         async def cancellable() -> T:
             self._task = asyncio.current_task()
             return await work

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from arborl.child_process import supervised_command
 from arborl.config.config_base import Config, setting_paths, to_plain
 from arborl.config.load_config import format_override, load
 from arborl.config.run_config import RunConfig
@@ -31,7 +32,7 @@ from arborl.tune.trial import Direction, StudyError, TrialReport
 Budget = Literal["episodes", "free"]
 NUM_EVALUATIONS = 4
 """Parts of a run with pruning; each ends with an evaluation."""
-SHARED_PATHS = ("output_dir", "rollout.record", "track.render_save_dir")
+SHARED_PATHS = ("output_dir", "rollout.record")
 """Paths that all trials would write to."""
 FIXED_SECTIONS = ("evaluation", "track", "name")
 """Sections about measuring and storing, which are equal for all trials."""
@@ -132,7 +133,7 @@ class RunObjective:
         report.folder.parent.mkdir(parents=True, exist_ok=True)
         with report.folder.with_suffix(".log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "arborl.tune.run_trial",
+                *supervised_command([sys.executable, "-m", "arborl.tune.run_trial"], keep_stderr=True),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
                 env=os.environ | {"OMP_NUM_THREADS": str(self.threads)},
                 start_new_session=True,  # an interrupt reaches the study, which ends its trials
@@ -141,7 +142,7 @@ class RunObjective:
             return await self._follow(process, config, report)
         finally:
             if process.returncode is None:
-                process.kill()
+                process.terminate()  # with all processes of the run
             await process.wait()
 
     async def _follow(self, process: asyncio.subprocess.Process, config: RunConfig, report: TrialReport) -> float:

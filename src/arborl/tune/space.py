@@ -202,7 +202,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "clip_range": ("algorithm.clip_low", "algorithm.clip_high"),
     "kl_penalty": ("algorithm.kl.coef",),
     "max_grad_norm": ("learner.max_grad_norm",),
-    "warmup_ratio": ("learner.warmup_ratio",),
+    "warmup_ratio": ("learner.warmup",),
 }
 """A parameter of the conversational API -> the settings that it sets."""
 

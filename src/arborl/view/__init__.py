@@ -4,24 +4,15 @@ report.py          The HTML report of a run
 comparison.py      Comparison page of several runs, with intervals
 web/               The viewer: a local web application for run folders
 transcript.py      An episode as HTML
-curve.py           Plots of a run: learning curve, health, sources
-context_length.py  Plot of the context length over an episode
+curve.py           Plots of a run: learning curve, health, sources, context length
 policy_table.py    Evaluation results as JSON, CSV, HTML and JSONL
 gif.py             An episode as a GIF
 """
 
-from arborl.view.context_length import context_length
-from arborl.view.curve import learning_curve, plot_runs, plot_sources
+from arborl.view.curve import context_length, learning_curve, plot_runs, plot_sources
 from arborl.view.gif import Frame, replay, save_gif
 from arborl.view.report import write_report
 
 __all__ = [
-    "Frame",
-    "context_length",
-    "learning_curve",
-    "plot_runs",
-    "plot_sources",
-    "replay",
-    "save_gif",
-    "write_report",
-]
+    "Frame", "context_length", "learning_curve", "plot_runs", "plot_sources", "replay", "save_gif", "write_report",
+]  # fmt: skip

@@ -15,8 +15,8 @@ from arborl.errors import ConfigError
 from arborl.track.folder_files import is_regular, replace_file
 from arborl.track.jsonl import read_metrics
 from arborl.trainer.evaluation import student
-from arborl.view.curve import COLOURS, STYLE, save_figure, series_of
-from arborl.view.report import data_uri, page
+from arborl.view.curve import COLOURS, LEGEND, drawing, series_of
+from arborl.view.report import data_uri, html_table, page
 from arborl.view.web.folders import differences, flat, read_config, read_summary
 
 SHOWN = {
@@ -54,18 +54,13 @@ class SettingRuns:
 def write_comparison(folders: Sequence[Path], out: Path) -> Path:
     """Write the comparison page of two or more run folders."""
     settings = settings_of(folders)
+    curves = ""
     with TemporaryDirectory() as drawn:
-        picture = _picture(settings, Path(drawn) / "curves.png")
-        curves = f'<h2>Curves</h2><p class="hint">{_hint(settings)}</p>'
-        curves += f'<img alt="curves of all settings" src="{data_uri(picture, "image/png")}">' if picture else ""
+        if picture := _picture(settings, Path(drawn) / "curves.png"):
+            curves = f'<h2>Curves</h2><p class="hint">{_hint(settings)}</p>'
+            curves += f'<img alt="curves of all settings" src="{data_uri(picture, "image/png")}">'
     title = f"{len(folders)} runs, {len(settings)} setting{'s' if len(settings) > 1 else ''}"
-    sections = [
-        f"<h1>{title}</h1>",
-        _outcome(settings),
-        curves if picture else "",
-        _runs(settings),
-        _differences(folders),
-    ]
+    sections = [f"<h1>{title}</h1>", _outcome(settings), curves, _runs(settings), _differences(folders)]
     return replace_file(out, page(title, "".join(sections)).encode("utf-8", "replace"))
 
 
@@ -91,21 +86,19 @@ def settings_of(folders: Sequence[Path]) -> list[SettingRuns]:
 def _outcome(settings: Sequence[SettingRuns]) -> str:
     """Held-out metrics before and after training, by setting."""
     summaries = [[read_summary(run) for run in setting.runs] for setting in settings]
-    known = [
-        name
-        for name in MEASURES
-        if any(_measured(one, "after", name) is not None for some in summaries for one in some)
-    ]
+    flat_summaries = [one for some in summaries for one in some]
+    known = [name for name in MEASURES if any(_measured(one, "after", name) is not None for one in flat_summaries)]
     if not known:
         return ""
-    head = "".join(f"<th>{escape(name.replace('_', ' '))} before</th><th>after</th>" for name in known)
-    body = ""
+    head = ["setting", "seeds"]
+    for name in known:
+        head += [f"{name.replace('_', ' ')} before", "after"]
+    rows = []
     for number, (setting, some) in enumerate(zip(settings, summaries, strict=True)):
-        cells = "".join(f"<td>{_cell(some, when, name)}</td>" for name in known for when in ("before", "after"))
+        cells = [_cell(some, when, name) for name in known for when in ("before", "after")]
         key = f'<span class="key" style="background:{COLOURS[number % len(COLOURS)]}"></span>'
-        body += f"<tr class=after><td>{key} {escape(setting.label)}</td><td>{len(setting.runs)}</td>{cells}</tr>"
-    table = f"<table><tr><th>setting</th><th>seeds</th>{head}</tr>{body}</table>"
-    return f'<h2>Held-out tasks</h2><div class="wide">{table}</div>'
+        rows.append([f"{key} {escape(setting.label)}", str(len(setting.runs)), *cells])
+    return f"<h2>Held-out tasks</h2>{html_table(head, rows, 'after')}"
 
 
 def _cell(summaries: Sequence[Mapping[str, Any]], when: str, name: str) -> str:
@@ -128,12 +121,9 @@ def _measured(summary: Mapping[str, Any], when: str, name: str) -> float | None:
 
 
 def _hint(settings: Sequence[SettingRuns]) -> str:
-    several = any(len(setting.runs) > 1 for setting in settings)
-    return (
-        "Lines are means over seeds, bands their 95 % intervals (Student's t), at steps that all seeds have."
-        if several
-        else "One seed per setting: differences may be chance."
-    )
+    if all(len(setting.runs) == 1 for setting in settings):
+        return "One seed per setting: differences may be chance."
+    return "Lines are means over seeds, bands their 95 % intervals (Student's t), at steps that all seeds have."
 
 
 def _picture(settings: Sequence[SettingRuns], out: Path) -> Path | None:
@@ -142,14 +132,11 @@ def _picture(settings: Sequence[SettingRuns], out: Path) -> Path | None:
     names = [name for name, result in bands.items() if any(result)]
     if not names:
         return None
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):
-        high = -(-len(names) // 2)
-        figure = Figure(figsize=(11, 3.6 * high), dpi=110, layout="constrained")
-        for at, name in enumerate(names):
-            axes = figure.add_subplot(high, 2, at + 1)
+    high = -(-len(names) // 2)
+    with drawing(out, (11, 3.6 * high), high, 2) as all_axes:
+        for axes in all_axes[len(names) :]:
+            axes.set_axis_off()
+        for axes, name in zip(all_axes, names, strict=False):
             axes.set_title(SHOWN[name], fontsize=11)
             axes.set_xlabel("step")
             for number, (setting, band) in enumerate(zip(settings, bands[name], strict=True)):
@@ -158,13 +145,13 @@ def _picture(settings: Sequence[SettingRuns], out: Path) -> Path | None:
                     colour, mark = COLOURS[number % len(COLOURS)], "o" if name.startswith("evaluation/") else None
                     axes.plot(steps, means, color=colour, linewidth=2, marker=mark, label=_short(setting.label))
                     axes.fill_between(steps, low, high_, color=colour, alpha=0.16, linewidth=0)
-            if at == 0 and len(settings) > 1:
-                axes.legend(loc="best", fontsize=9, frameon=True, framealpha=0.9, edgecolor="none")
-        return save_figure(figure, out)
+        if len(settings) > 1:
+            all_axes[0].legend(loc="best", fontsize=9, **LEGEND)
+    return out
 
 
 def _runs(settings: Sequence[SettingRuns]) -> str:
-    rows = ""
+    rows = []
     for setting in settings:
         for run, metrics in zip(setting.runs, setting.rows, strict=True):
             summary, config = read_summary(run), read_config(run)
@@ -172,21 +159,16 @@ def _runs(settings: Sequence[SettingRuns]) -> str:
                 str(run), setting.label, str(config.get("seed", "–")), str(metrics[-1]["step"] if metrics else 0),
                 _cell([summary], "before", "success"), _cell([summary], "after", "success"),
             )  # fmt: skip
-            rows += f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
-    head = "".join(f"<th>{name}</th>" for name in ("run", "setting", "seed", "steps", "success before", "after"))
-    return f'<h2>Runs</h2><div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
+            rows.append([escape(cell) for cell in cells])
+    return f"<h2>Runs</h2>{html_table(('run', 'setting', 'seed', 'steps', 'success before', 'after'), rows)}"
 
 
 def _differences(folders: Sequence[Path]) -> str:
     differ = differences([read_config(folder) for folder in folders])[0]
     if not differ:
         return ""
-    head = "".join(f"<th>{escape(folder.name)}</th>" for folder in folders)
-    rows = "".join(
-        f"<tr><td>{escape(key)}</td>{''.join(f'<td>{escape(_plain(value))}</td>' for value in values)}</tr>"
-        for key, values in differ.items()
-    )
-    return f'<h2>Settings that differ</h2><div class="wide"><table><tr><th>setting</th>{head}</tr>{rows}</table></div>'
+    rows = [[escape(key), *(escape(_plain(value)) for value in values)] for key, values in differ.items()]
+    return f"<h2>Settings that differ</h2>{html_table(['setting', *(folder.name for folder in folders)], rows)}"
 
 
 def _plain(value: Any) -> str:

@@ -49,25 +49,19 @@ class Frame:
 
 
 async def replay(fresh_env: Env, episode: Episode, decode: Decode | None = None) -> list[Frame]:
-    """Replay the recorded messages in a new environment: the start, then one frame per turn.
+    """Replay the recorded messages in a new environment: the start, then one frame per turn. No model is needed.
 
-    No model is needed. An environment without images is shown as its rendered text; without either there are no
-    frames. If it behaves differently than recorded, a warning is logged.
-
-    Args:
-        fresh_env: a new environment; a blocking one runs in a thread.
-        episode: the recorded episode.
-        decode: token ids to text, for episodes recorded without their messages.
-
-    Example:
-        save_gif(await replay(FrozenLake(), episode), Path("frames/episode.gif"))
+    An environment without images is shown as its rendered text; without either there are no frames. If it behaves
+    differently than recorded, a warning is logged. `decode` is needed for episodes recorded without their messages.
     """
     frames: list[Frame] = []
     reward = 0.0
     env, _ = await Workers().place(lambda: fresh_env, None, seconds=60)
 
     def take(caption: str, last: bool = False) -> None:
-        picture = env.picture() or _written(env.render())
+        from arborl.envs.games.drawing import draw_text_page
+
+        picture = env.picture() or (draw_text_page(text) if (text := env.render()) else None)
         if picture is not None:
             note = reward_text(episode) if last and episode.rewards else f"environment so far {reward:.2f}"
             frames.append(Frame(picture, caption, note))
@@ -84,10 +78,8 @@ async def replay(fresh_env: Env, episode: Episode, decode: Decode | None = None)
     finally:
         await env.close()
     if not same:
-        log.warning(
-            "the replay of episode %s differs from the record; was the environment created with the same arguments?",
-            episode.id,
-        )
+        why = "was the environment created with the same arguments?"
+        log.warning("the replay of episode %s differs from the record; %s", episode.id, why)
     return frames
 
 
@@ -104,21 +96,8 @@ def turn_text(episode: Episode, number: int, decode: Decode | None) -> str:
     return "\n".join(END.sub("", decode(call.completion.tokens)).strip() for call in calls)
 
 
-def _written(text: str) -> Image | None:
-    from arborl.envs.games.drawing import draw_text_page
-
-    return draw_text_page(text) if text else None
-
-
 def save_gif(frames: Sequence[Frame], path: Path, seconds: float = 0.8, last_seconds: float = 2.5) -> Path:
-    """Write the frames as a looping GIF.
-
-    Args:
-        frames: at least one.
-        path: the file; its folder is created.
-        seconds: duration of a frame.
-        last_seconds: duration of the last frame.
-    """
+    """Write the frames as a looping GIF, with the durations of a frame and of the last one."""
     if not frames:
         raise ValueError(f"no frames for {path}: the environment has no images. Implement picture().")
     drawn = [_draw(frame, turn, len(frames) - 1) for turn, frame in enumerate(frames)]

@@ -6,7 +6,7 @@ import csv
 import html
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,26 +23,26 @@ def results_as_dict(results: Sequence[PolicyResult]) -> dict[str, Any]:
 
 
 def _result(one: PolicyResult) -> dict[str, Any]:
-    tasks, episodes, failed = one.count()
-    found: dict[str, Any] = {"model": one.name, "way": one.decoding}
-    found |= {"tasks": tasks, "episodes": episodes, "failed": failed}
-    found["scores"] = {name: asdict(score) for name, score in one.scores().items()}
-    if one.sources:
-        found["sources"] = {
-            source: {name: asdict(score) for name, score in one.scores(source).items()} for source in one.sources
-        }
-    return found
+    found: dict[str, Any] = {"model": one.name, "way": one.decoding} | _counts(one)
+    found["scores"] = _scores(one)
+    return found | ({"sources": {source: _scores(one, source) for source in one.sources}} if one.sources else {})
+
+
+def _counts(one: PolicyResult, source: str | None = None) -> dict[str, int]:
+    return dict(zip(("tasks", "episodes", "failed"), one.count(source), strict=True))
+
+
+def _scores(one: PolicyResult, source: str | None = None) -> dict[str, Any]:
+    return {name: asdict(score) for name, score in one.scores(source).items()}
 
 
 def rows(results: Sequence[PolicyResult]) -> Iterator[dict[str, Any]]:
     """One row per metric; `source` is empty for all tasks."""
     for one in results:
         for source in (None, *one.sources):
-            tasks, episodes, failed = one.count(source)
             about = {"model": one.name, "way": one.decoding, "source": source or ""}
-            for name, score in one.scores(source).items():
-                numbers = {"tasks": tasks, "episodes": episodes, "failed": failed}
-                yield about | {"metric": name} | asdict(score) | numbers
+            for name, score in _scores(one, source).items():
+                yield about | {"metric": name} | score | _counts(one, source)
 
 
 def episodes(results: Sequence[PolicyResult]) -> Iterator[dict[str, Any]]:
@@ -50,17 +50,19 @@ def episodes(results: Sequence[PolicyResult]) -> Iterator[dict[str, Any]]:
     for one in results:
         for group in one.groups:
             for attempt, episode in enumerate(group.episodes):
-                found: dict[str, Any] = {
-                    "model": one.name,
-                    "way": one.decoding,
-                    "task": group.task.id,
-                    "source": group.task.source,
-                }
-                found |= {"fields": dict(group.task.fields), "attempt": attempt, "reply": episode.answer}
+                found: dict[str, Any] = {"model": one.name, "way": one.decoding, "task": group.task.id}
+                found |= {"source": group.task.source, "fields": dict(group.task.fields)}
+                found |= {"attempt": attempt, "reply": episode.answer}
                 found |= {"stop": str(episode.stop), "turns": len(episode.turns)}
                 if one.judged and episode.failure is None:
                     found |= {"reward": episode.reward, "success": episode.metrics.get("success")}
                 yield found | ({"failure": str(episode.failure)} if episode.failure is not None else {})
+
+
+def results_json(results: Sequence[PolicyResult], replies: bool = False) -> str:
+    """The replies, or the metrics, as JSON."""
+    data = list(episodes(results)) if replies else results_as_dict(results)
+    return json.dumps(data, indent=2, ensure_ascii=False, default=str)
 
 
 def format_score(score: Score) -> str:
@@ -70,7 +72,7 @@ def format_score(score: Score) -> str:
 
 
 def _json(results: Sequence[PolicyResult]) -> str:
-    return json.dumps(results_as_dict(results), indent=2, ensure_ascii=False) + "\n"
+    return results_json(results) + "\n"
 
 
 def _jsonl(results: Sequence[PolicyResult]) -> str:
@@ -94,52 +96,34 @@ STYLE = (
 
 
 def _html(results: Sequence[PolicyResult]) -> str:
+    head = ("model", "way", "source", "metric", "mean", "95 % interval", "tasks", "failed")
+    lines = [
+        row | {"mean": f"{row['mean']:.4g}", "95 % interval": _ends(row["low"], row["high"])} for row in rows(results)
+    ]
     parts = [
         "<!doctype html><meta charset=utf-8><title>Evaluation</title>",
         f"<style>{STYLE}</style><h1>Evaluation</h1>",
+        _table(head, lines),
     ]
-    parts.append(
-        _table(("model", "way", "source", "metric", "mean", "95 % interval", "tasks", "failed"), _cells(results))
-    )
     if pairs := compare_policies(results):
+        head = ("first", "second", "way", "metric", "difference", "95 % interval", "tasks", "p")
         lines = [
-            (
-                p.first,
-                p.second,
-                p.decoding,
-                p.metric,
-                f"{p.difference:+.4g}",
-                _ends(p.low, p.high),
-                p.tasks,
-                f"{p.p:.3g}",
-            )
-            for p in pairs
+            asdict(pair)
+            | {"way": pair.decoding, "difference": f"{pair.difference:+.4g}", "p": f"{pair.p:.3g}"}
+            | {"95 % interval": _ends(pair.low, pair.high)}
+            for pair in pairs
         ]
-        parts.append("<h2>Paired comparison</h2>")
-        parts.append(_table(("first", "second", "way", "metric", "difference", "95 % interval", "tasks", "p"), lines))
+        parts += ["<h2>Paired comparison</h2>", _table(head, lines)]
     return "\n".join(parts) + "\n"
-
-
-def _cells(results: Sequence[PolicyResult]) -> list[tuple[Any, ...]]:
-    return [
-        (
-            *(row[name] for name in ("model", "way", "source", "metric")),
-            f"{row['mean']:.4g}",
-            _ends(row["low"], row["high"]),
-            row["tasks"],
-            row["failed"],
-        )
-        for row in rows(results)
-    ]
 
 
 def _ends(low: float | None, high: float | None) -> str:
     return "" if low is None or high is None else f"{low:.3g} to {high:.3g}"
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
+def _table(head: Sequence[str], lines: Sequence[Mapping[str, Any]]) -> str:
     top = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-    body = "".join("<tr>" + "".join(map(_cell, line)) + "</tr>\n" for line in lines)
+    body = "".join("<tr>" + "".join(_cell(line[name]) for name in head) + "</tr>\n" for line in lines)
     return f"<table><tr>{top}</tr>\n{body}</table>"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from math import exp
@@ -21,8 +21,7 @@ from arborl.track.console import measure, shown, span
 from arborl.track.folder_files import entries_of, is_regular, read_bytes, replace_file
 from arborl.track.jsonl import read_metrics
 from arborl.types import Episode
-from arborl.view.context_length import context_length, edits_itself
-from arborl.view.curve import learning_curve, plot_health, plot_sources, sources_of
+from arborl.view.curve import context_length, edits_itself, learning_curve, plot_health, plot_sources, sources_of
 from arborl.view.transcript import Decode, transcript
 from arborl.view.web.folders import flat, look_up, read_config, read_summary
 from arborl.view.web.gradient import strongest
@@ -57,7 +56,6 @@ def write_report(
     """Write the report of a finished or running run.
 
     Args:
-        folder: the run folder, with any of `config.yaml`, `summary.json`, `metrics.jsonl`, `frames/*.gif`, `episodes/`.
         decode: token ids to text, to show the probability of each token; without it, messages only.
         last_steps: number of last steps whose episodes are shown: best, worst and one between.
         out: the file; `report.html` in the folder by default.
@@ -109,6 +107,14 @@ def page(name: str, body: str) -> str:
     )
 
 
+def html_table(head: Sequence[str], rows: Iterable[Iterable[str]], row_class: str = "") -> str:
+    """A table of cells that are HTML already; it scrolls if it is wide."""
+    style = f' class="{row_class}"' if row_class else ""
+    body = "".join(f"<tr{style}>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    top = "".join(f"<th>{escape(name)}</th>" for name in head)
+    return f'<div class="wide"><table><tr>{top}</tr>{body}</table></div>'
+
+
 def _header(name: str, config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     facts = {label: look_up(config, path) for label, path in FACTS.items()}
     if facts["seed"] is None:
@@ -142,35 +148,40 @@ def _curve(folder: Path, drawn: Path, name: str, summary: Mapping[str, Any]) -> 
     except ValueError as error:  # no step yet
         log.info("no curve in the report: %s", error)
         return ""
-    return f'<h2>Learning curve</h2><img alt="success and reward by step" src="{data_uri(picture, "image/png")}">'
+    return _figure("Learning curve", "success and reward by step", picture)
+
+
+def _figure(title: str, alt: str, picture: Path | None) -> str:
+    return f'<h2>{title}</h2><img alt="{alt}" src="{data_uri(picture, "image/png")}">' if picture else ""
 
 
 def _health(folder: Path, drawn: Path) -> str:
-    picture = plot_health(folder / "metrics.jsonl", drawn / "health.png")
-    if picture is None:
-        return ""
-    what = "zero-variance groups, entropy, valid messages, failures, stop reasons by step"
-    return f'<h2>Health</h2><img alt="{what}" src="{data_uri(picture, "image/png")}">'
+    alt = "zero-variance groups, entropy, valid messages, failures, stop reasons by step"
+    return _figure("Health", alt, plot_health(folder / "metrics.jsonl", drawn / "health.png"))
 
 
 def _sources(folder: Path, drawn: Path, name: str) -> str:
     if len(sources_of(folder / "metrics.jsonl")) < 2:
         return ""
-    picture = plot_sources(folder, drawn / "sources.png", name)
-    return f'<h2>Sources</h2><img alt="shares and success by source" src="{data_uri(picture, "image/png")}">'
+    return _figure("Sources", "shares and success by source", plot_sources(folder, drawn / "sources.png", name))
 
 
 def _context(folder: Path, drawn: Path, config: Mapping[str, Any], last_steps: int) -> str:
     """Context length of the longest episodes whose agents edited their context."""
-    store = EpisodeStore(folder / "episodes")
-    paths = store.paths()[-last_steps:] if last_steps > 0 else []
-    edited = [episode for path in paths for episode in store.read(path) if edits_itself(episode)]
+    read = _last_episodes(folder / "episodes", last_steps)
+    edited = [episode for episodes in read.values() for episode in episodes if edits_itself(episode)]
     if not edited:
         return ""
     longest = sorted(edited, key=lambda episode: len(episode.calls))[-4:]
     window = look_up(config, "sampling.max_context")
     picture = context_length(longest, drawn / "context.png", "Length of the context", window)
-    return f'<h2>Context</h2><img alt="length of the context by call" src="{data_uri(picture, "image/png")}">'
+    return _figure("Context", "length of the context by call", picture)
+
+
+def _last_episodes(folder: Path, last_steps: int) -> dict[str, list[Episode]]:
+    """The episodes of the last steps, by `step N`."""
+    paths = EpisodeStore(folder).paths()[-last_steps:] if last_steps > 0 else []
+    return {f"step {_step_of(path)}": list(EpisodeStore.read(path)) for path in paths}
 
 
 def _gifs(folder: Path) -> str:
@@ -184,12 +195,9 @@ def _gifs(folder: Path) -> str:
 
 
 def _episodes(folder: Path, decode: Decode | None, last_steps: int) -> str:
-    store = EpisodeStore(folder)
-    paths = store.paths()[-last_steps:] if last_steps > 0 else []
     blocks: list[str] = []
-    for path in reversed(paths):
-        label = f"step {int(path.stem.removeprefix('step-'))}"
-        ends, others = _select_episodes(list(store.read(path)))
+    for label, read in reversed(_last_episodes(folder, last_steps).items()):
+        ends, others = _select_episodes(read)
         columns = "".join(
             f"<div><h3>{escape(title)} of {label}</h3>{transcript(it, label, decode, opened=not blocks)}</div>"
             for title, it in ends.items()
@@ -243,20 +251,13 @@ def _finding(match: RuleMatch, steps: int) -> str:
 
 
 def _failures(known: Sequence[dict[str, Any]] | None, episodes: Path, last_steps: int) -> str:
-    """Failures by cause, most frequent first, with one traceback each.
-
-    Args:
-        known: failures of `summary.json`; None for a running run, whose last steps are read.
-        episodes: folder of episode files.
-        last_steps: number of steps to read.
-    """
+    """Failures by cause, most frequent first: those of `summary.json`, or of the last steps of a running run."""
     failures = Failures()
     if known is not None:
         failures.load_state(known)
     else:
-        store = EpisodeStore(episodes)
-        for path in store.paths()[-last_steps:] if last_steps > 0 else []:
-            failures.add(store.read(path), f"step {int(path.stem.removeprefix('step-'))}")
+        for label, read in _last_episodes(episodes, last_steps).items():
+            failures.add(read, label)
     blocks: list[str] = []
     for cause in list(failures)[:MAX_CAUSES]:
         failure, trace = cause.failure, trim_traceback(cause.failure.traceback)
@@ -275,8 +276,9 @@ MAX_TOKENS = 15
 
 def _gradient_tokens(folder: Path, decode: Decode | None) -> str:
     """The tokens with the largest gradient of the last step, if the run stored its loss terms."""
-    steps = [path for path in EpisodeStore(folder / "episodes").paths() if _terms_path(folder, path).exists()]
-    terms = TermStore(folder / "terms").read(_step_of(steps[-1])) if steps else None
+    store = TermStore(folder / "terms")
+    steps = [path for path in EpisodeStore(folder / "episodes").paths() if store.path(_step_of(path)).exists()]
+    terms = store.read(_step_of(steps[-1])) if steps else None
     if terms is None:
         return ""
 
@@ -284,39 +286,25 @@ def _gradient_tokens(folder: Path, decode: Decode | None) -> str:
         wanted = set(lines)
         return {n: one for n, one in enumerate(EpisodeStore.read(steps[-1])) if n in wanted}
 
-    strongest_tokens = strongest(terms, read_episodes, decode, MAX_TOKENS)
-    if not strongest_tokens["tokens"]:
+    found = strongest(terms, read_episodes, decode, MAX_TOKENS)
+    if not found["tokens"]:
         return ""
-    head = "".join(
-        f"<th>{name}</th>"
-        for name in ("gradient", "token", "direction", "probability", "advantage", "ratio", "episode")
-    )
-    rows = "".join(_token_row(token) for token in strongest_tokens["tokens"])
-    half = (
-        f"Half of the gradient comes from {strongest_tokens['half']:,} of {strongest_tokens['of']:,} tokens. "
-        if strongest_tokens["half"]
-        else ""
-    )
+    columns = ("gradient", "token", "direction", "probability", "advantage", "ratio", "episode")
+    table = html_table(columns, map(_token_row, found["tokens"]))
+    half = f"Half of the gradient comes from {found['half']:,} of {found['of']:,} tokens. " if found["half"] else ""
     hint = "Gradient: the size of the loss's gradient at the outputs that predict a token, |d loss / d log p| (1 - p)."
-    return (
-        f"<h2>Tokens with the largest gradient</h2><p class=hint>Step {_step_of(steps[-1])}. {half}{hint}</p>"
-        f'<div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
-    )
+    step = _step_of(steps[-1])
+    return f"<h2>Tokens with the largest gradient</h2><p class=hint>Step {step}. {half}{hint}</p>{table}"
 
 
-def _token_row(token: Mapping[str, Any]) -> str:
+def _token_row(token: Mapping[str, Any]) -> tuple[str, ...]:
     direction = "likelier" if token["pull"] < 0 else "less likely"
-    cells = (
+    return (
         f"{token['share']:.1%}", f"<code>{escape(token['text'])}</code>", direction,
         f"{exp(min(token['now'], 0.0)):.0%}",
         f"{token['advantage']:.3g}", f"{token['ratio']:.3f}", escape(token["id"]),
     )  # fmt: skip
-    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
 def _step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
-
-
-def _terms_path(folder: Path, episodes: Path) -> Path:
-    return TermStore(folder / "terms").path(_step_of(episodes))

@@ -15,13 +15,7 @@ from arborl.view.web.token_text import Decode, pieces
 
 
 def transcript(episode: Episode, label: str, decode: Decode | None = None, opened: bool = False) -> str:
-    """A foldable block with the whole conversation.
-
-    Args:
-        label: for example `step 59`.
-        decode: token ids to text; with it, sampled tokens are shaded by probability.
-        opened: show the block open.
-    """
+    """A foldable block with the whole conversation; with `decode`, sampled tokens are shaded by probability."""
     calls: dict[int, list[Call]] = {}
     for call in episode.calls if decode or any(call.reply for call in episode.calls) else ():
         calls.setdefault(call.turn, []).append(call)
@@ -43,11 +37,7 @@ def transcript(episode: Episode, label: str, decode: Decode | None = None, opene
 
 
 def reward_text(episode: Episode) -> str:
-    """The reward and its parts.
-
-    Example:
-        reward_text(episode)      # reward 1.3 (env 1, brevity 0.3)
-    """
+    """The reward and its parts: `reward 1.3 (env 1, brevity 0.3)`."""
     if episode.failure is not None:
         return "failed"
     parts = ", ".join(f"{name} {value:.3g}" for name, value in episode.rewards.items())
@@ -57,9 +47,7 @@ def reward_text(episode: Episode) -> str:
 
 def _model_turn(message: Message, calls: Sequence[Call], decode: Decode | None, reward: float) -> str:
     """The model calls of one turn, with tool results between them."""
-    if len(calls) < 2 and decode is None:
-        return _message(message, reward)
-    if not calls:
+    if not calls or (len(calls) < 2 and decode is None):
         return _message(message, reward)
     blocks = []
     for number, call in enumerate(calls):
@@ -80,15 +68,10 @@ def _between(before: Call, call: Call, decode: Decode | None) -> list[str]:
     known = len(before.messages)
     if call.messages and call.messages[:known] == before.messages:
         return [_message(message) for message in call.messages[known:] if message != before.reply]
-    words = _added(before, call, decode) if decode else f"(another context, {len(call.prompt)} tokens)"
+    seen, words = before.whole, f"(another context, {len(call.prompt)} tokens)"
+    if decode is not None and call.prompt[: len(seen)] == seen:
+        words = decode(call.prompt[len(seen) :]).strip()
     return [f'<pre class="added">{escape(words)}</pre>']
-
-
-def _added(before: Call, call: Call, decode: Decode) -> str:
-    seen = before.whole
-    if call.prompt[: len(seen)] == seen:
-        return decode(call.prompt[len(seen) :]).strip()
-    return f"(another context, {len(call.prompt)} tokens)"
 
 
 def _message(message: Message, reward: float = 0.0) -> str:
@@ -107,19 +90,10 @@ def _tokens(completion: Completion, decode: Decode) -> str:
     words = pieces(completion.tokens, decode)
     if completion.version == NOT_SAMPLED:  # a demonstration
         return "".join(f'<span class="token">{escape(word)}</span>' for word in words)
-    return "".join(
-        f'<span class="token" style="--doubt:{_doubt(logprob):.2f}" '
-        f'title="token {token}, log-probability {logprob:.3f}, probability {_chance(logprob):.1%}">'
-        f"{escape(word)}</span>"
-        for token, logprob, word in zip(completion.tokens, completion.logprobs, words, strict=True)
-    )
-
-
-def _chance(logprob: float) -> float:
-    return math.exp(min(logprob, 0.0))
-
-
-def _doubt(logprob: float) -> float:
-    """1 - probability; 1 if not finite."""
-    chance = _chance(logprob)
-    return 1.0 - chance if math.isfinite(chance) else 1.0
+    spans = []
+    for token, logprob, word in zip(completion.tokens, completion.logprobs, words, strict=True):
+        chance = math.exp(min(logprob, 0.0))
+        doubt = 1.0 - chance if math.isfinite(chance) else 1.0
+        title = f"token {token}, log-probability {logprob:.3f}, probability {chance:.1%}"
+        spans.append(f'<span class="token" style="--doubt:{doubt:.2f}" title="{title}">{escape(word)}</span>')
+    return "".join(spans)

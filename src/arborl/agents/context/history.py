@@ -29,25 +29,17 @@ class ContextError(ValueError):
     """An invalid edit; the message is for the model."""
 
 
-# ------------------------------------------------------------------------------------------------ history
-
-
 @fast_init
 @dataclass(frozen=True, slots=True)
 class HistoryEntry:
     """A message and its id, which never changes."""
 
-    id: int
-    """1, 2, 3, … in order; 0 for the system messages and the first user message."""
+    id: int  # 1, 2, 3, … in order; 0 for the system messages and the first user message
     message: Message
-    caller: int = 0
-    """Id of the assistant message whose tool call this answers."""
-    room: int | None = None
-    """Tokens that were left when it was added."""
-    tag: str = ""
-    """Stays visible when the message is deleted: progress of a scan."""
+    caller: int = 0  # id of the assistant message whose tool call this answers
+    room: int | None = None  # tokens that were left when it was added
+    tag: str = ""  # stays visible when the message is deleted: progress of a scan
     ok: bool = True
-    """Whether the tool call succeeded."""
 
 
 @fast_init
@@ -79,12 +71,10 @@ class History:
     def add(
         self, message: Message, caller: int = 0, room: int | None = None, tag: str = "", ok: bool = True
     ) -> History:
-        """Add a message with the next id."""
         return History((*self.entries, HistoryEntry(self.last + 1, message, caller, room, tag, ok)))
 
     @property
     def last(self) -> int:
-        """The highest id; 0 if there is none."""
         for entry in reversed(self.entries):
             if entry.id:
                 return entry.id
@@ -98,9 +88,6 @@ class History:
 
     def find(self, number: int) -> HistoryEntry | None:
         return next((entry for entry in self.entries if entry.id == number and number > 0), None)
-
-
-# ------------------------------------------------------------------------------------------------ edits
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +111,7 @@ class Fold:
     first: int
     last: int
     summary: str
-    keep: frozenset[int] = frozenset()
-    """Ids that stay visible; `append_edit` sets it."""
+    keep: frozenset[int] = frozenset()  # ids that stay visible; `append_edit` sets it
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +120,6 @@ class Truncate:
 
     before: int
     keep: frozenset[int] = frozenset()
-    """Ids that stay visible; `append_edit` sets it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +133,8 @@ Edit = Delete | Restore | Fold | Truncate | Window
 
 
 def append_edit(history: History, edits: Sequence[Edit], new: Edit) -> tuple[Edit, ...]:
-    """The edits with one more; ContextError if it is invalid.
-
-    System messages and the last user message are neither folded nor hidden, because the model still works on them.
-    After a newer user message a later edit may cover them.
-    """
+    """The edits with one more; ContextError if it is invalid. System messages and the last user message are neither
+    folded nor hidden, because the model still works on them. After a newer user message a later edit may cover them."""
     states = MessageStates.of(history, edits)
     match new:
         case Delete(number):
@@ -252,9 +234,6 @@ def _outside(history: History, size: int, not_visible: set[int]) -> set[int]:
     return {entry.id for entry in left if entry.id not in kept}
 
 
-# ------------------------------------------------------------------------------------------------ view
-
-
 @dataclass(frozen=True, slots=True)
 class ViewStyle:
     """Format of ids, notes, budget and stubs; the same for a whole run."""
@@ -265,11 +244,8 @@ class ViewStyle:
     notes: bool = True
     """Show the notes next to the question, also if there are none yet."""
     budget: str = ""
-    """Text of the whole budget, shown next to the question."""
     rooms: bool = True
-    """Show the remaining tokens with every tool result."""
     ids: bool = True
-    """Show its id with every tool result."""
     tidy: bool = False
     """Hide rounds that only took notes or deleted, after they succeeded."""
 
@@ -277,14 +253,7 @@ class ViewStyle:
 def visible_messages(
     history: History, edits: Sequence[Edit] = (), notes: Mapping[str, str] | None = None, style: ViewStyle | None = None
 ) -> tuple[Message, ...]:
-    """The messages that the model sees. A pure function.
-
-    Args:
-        history: all messages.
-        edits: in order.
-        notes: key -> summary.
-        style: their format.
-    """
+    """The messages that the model sees. A pure function."""
     style = style or ViewStyle()
     states = MessageStates.of(history, edits)
     bookkeeping = _bookkeeping_ids(history) if style.tidy else frozenset()
@@ -311,11 +280,6 @@ def visible_messages(
 
 
 def question_block(summaries: Sequence[str], notes: Mapping[str, str], style: ViewStyle) -> str:
-    """The text that is appended to the first user message.
-
-    Example:
-        question_block((), {"lamp": "Mira keeps it"}, Style(form="brief"))      # '\\nNotes: lamp: Mira keeps it'
-    """
     folded = "".join(f"\n\n{SUMMARY} {summary}" for summary in summaries)
     if style.form == "brief":
         listed = "; ".join(f"{key}: {summary}" for key, summary in notes.items()) or "none"
@@ -358,7 +322,6 @@ def _message(entry: HistoryEntry, deleted: bool, style: ViewStyle) -> Message:
 
 
 def _result(entry: HistoryEntry, deleted: bool, style: ViewStyle) -> str:
-    """A tool result with its id and the remaining tokens."""
     content = style.stub if deleted else entry.message.content
     room = entry.room if style.rooms and not deleted else None
     if style.form == "brief":

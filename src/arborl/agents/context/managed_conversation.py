@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal
 
 from arborl.agents.agent_interface import Model
@@ -32,8 +31,7 @@ from arborl.errors import ConfigError, ContextFull
 from arborl.tools.core.tool_context import count_tokens
 from arborl.types import Message, ToolSpec
 
-HEADER_TOKENS = 8
-"""Tokens around a message, if no chat template is known."""
+HEADER_TOKENS = 8  # tokens around a message, if no chat template is known
 PLAIN_STYLE = ViewStyle(form="plain", notes=False, rooms=False, ids=False)
 PolicyKind = Literal["none", "window", "truncate", "summary", "statelm"]
 POLICY_KINDS = ("none", "window", "truncate", "summary", "statelm")
@@ -47,9 +45,7 @@ class ContextBudget:
     """Limits of one episode."""
 
     tokens: int
-    """Prompt and completion together."""
-    reply: int
-    """Tokens reserved for the model's next message."""
+    reply: int  # tokens reserved for the model's next message
     turns: int
 
     @classmethod
@@ -71,21 +67,7 @@ class ContextBudget:
 
 
 class ManagedConversation:
-    """A conversation with the model within a context window.
-
-    Args:
-        model: samples; its calls are recorded.
-        opening: first messages of the environment.
-        policy: shortens the conversation; None for no policy.
-        specs: tools that the model may call.
-        budget: limits; those of the run by default.
-        style: format of the visible messages.
-
-    Example:
-        with ManagedConversation(model, observation.messages, policy) as conversation:
-            conversation.add(await conversation.sample())
-            conversation.observe(step.observation.messages)
-    """
+    """A conversation with the model within a context window."""
 
     def __init__(
         self,
@@ -105,11 +87,9 @@ class ManagedConversation:
             policy.begin(self)
 
     def notes(self) -> Mapping[str, str]:
-        """Notes that are shown with the question."""
         return {}
 
     def messages(self) -> tuple[Message, ...]:
-        """The messages that the model sees next."""
         if not self.edits and self.style is PLAIN_STYLE:
             return tuple([entry.message for entry in self.history.entries])
         return self.visible(self.history, self.edits)
@@ -134,11 +114,7 @@ class ManagedConversation:
         return self.limits.tokens - self.limits.reply - used
 
     async def sample(self, sample: Callable[[Sequence[Message]], Awaitable[Message]] | None = None) -> Message:
-        """The model's next message, after the policy has made room. The caller adds it to the conversation.
-
-        Args:
-            sample: calls the model; by default `model.chat` with the tools.
-        """
+        """The model's next message, after the policy has made room. The caller adds it to the conversation."""
         if self.policy is not None:
             await self.policy.make_room(self)
         try:
@@ -158,20 +134,16 @@ class ManagedConversation:
             self.history = self.history.add(result, caller)
 
     def observe(self, messages: Sequence[Message]) -> None:
-        """Add messages of the environment."""
         for message in messages:
             self.history = self.history.observe(message)
 
     def edit(self, new: Edit) -> None:
-        """Append an edit; ContextError if it is invalid."""
         self.edits = append_edit(self.history, self.edits, new)
 
     def __enter__(self) -> ManagedConversation:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.policy is not None:
             self.model.count(self.edit_counts({"folded": Fold, "truncated": Truncate}))
 
@@ -211,28 +183,24 @@ class ContextPolicy:
                 raise ValueError(f"{name}={getattr(self, name)}: give a share above 0 and up to 1")
 
     def begin(self, conversation: ManagedConversation) -> None:
-        """Apply the edits that hold from the start."""
         if self.kind == "window":
             conversation.edit(Window(self.window))
 
     async def make_room(self, conversation: ManagedConversation) -> None:
-        """Shorten the conversation before the next message of the model, if necessary.
-
-        It runs once, or again while the rest still exceeds the window. If nothing helps, the conversation stays as it
-        is and the next call raises `ContextFull`.
-        """
+        """Shorten the conversation before the next message of the model, if necessary. It runs once, or again while the
+        rest still exceeds the window. If nothing helps, the conversation stays as it is and the next call raises
+        `ContextFull`."""
         if self.kind not in ("truncate", "summary"):
             return
         limit = self.compress_at * conversation.limits.tokens
         while conversation.num_tokens(conversation.messages()) + conversation.limits.reply > limit:
-            is_shorter = (
-                self._truncate(conversation) if self.kind == "truncate" else await self._summarize(conversation)
-            )
+            shorten = self._truncate if self.kind == "truncate" else self._summarize
+            is_shorter = await shorten(conversation)
             if not is_shorter:
                 return
             limit = conversation.limits.tokens
 
-    def _truncate(self, conversation: ManagedConversation) -> bool:
+    async def _truncate(self, conversation: ManagedConversation) -> bool:
         """Hide the oldest rounds until the rest fits; the latest stays. Whether any was hidden."""
         limit = self.compression_ratio * conversation.limits.tokens
         history = conversation.history
@@ -261,7 +229,6 @@ class ContextPolicy:
         return False
 
     def _summary_prompt(self, conversation: ManagedConversation, last: int) -> list[Message]:
-        """The messages up to `last` and the request for a summary."""
         kept = History(tuple(entry for entry in conversation.history.entries if entry.id <= last))
         edits = tuple(edit for edit in conversation.edits if not isinstance(edit, Delete) or edit.id <= last)
         *before, latest = conversation.visible(kept, edits)
@@ -271,7 +238,6 @@ class ContextPolicy:
 
 
 def _removable(conversation: ManagedConversation) -> list[HistoryEntry]:
-    """Visible messages that an edit may hide."""
     history = conversation.history
     states = MessageStates.of(history, conversation.edits)
     excluded = {*states.folded, *states.hidden, *pinned_ids(history), 0}
@@ -298,13 +264,6 @@ def _summary_ends(conversation: ManagedConversation) -> Iterator[int]:
 
 
 def check_accepts_context(agent: Any, where: str, policy: ContextPolicy | None) -> None:
-    """ConfigError if there is a policy and the agent has no argument `context`.
-
-    Args:
-        agent: the agent, its class, or a function.
-        where: configuration key and value of the agent.
-        policy: of the run, or of the source.
-    """
     if policy is None or "context" in inspect.signature(agent).parameters:
         return
     prefix = where.partition("agent")[0]
@@ -320,22 +279,13 @@ def stateset_context(
     compression_ratio: float = 0.5,
     compression_strategy: Literal["summary", "truncate", "sliding_window"] = "summary",
 ) -> dict[str, Any]:
-    """Translate StateSet's settings into the section `context`.
-
-    `truncate` cuts a full window down to the ratio, `sliding_window` never exceeds the ratio, `summary` starts at the
-    ratio.
-
-    Example:
-        stateset_context(compression_ratio=0.4, compression_strategy="truncate")
-        # {"policy": "truncate", "compress_at": 1.0, "compression_ratio": 0.4}
-    """
+    """Translate StateSet's settings into the section `context`. `truncate` cuts a full window down to the ratio,
+    `sliding_window` never exceeds the ratio, `summary` starts at the ratio."""
     if not enable_context_compression:
         return {"policy": "none"}
-    match compression_strategy:
-        case "truncate":
-            return {"policy": "truncate", "compress_at": 1.0, "compression_ratio": compression_ratio}
-        case "sliding_window":
-            return {"policy": "truncate", "compress_at": compression_ratio, "compression_ratio": compression_ratio}
-        case "summary":
-            return {"policy": "summary", "compress_at": compression_ratio}
+    if compression_strategy == "summary":
+        return {"policy": "summary", "args": {"compress_at": compression_ratio}}
+    if compression_strategy in ("truncate", "sliding_window"):
+        start = 1.0 if compression_strategy == "truncate" else compression_ratio
+        return {"policy": "truncate", "args": {"compress_at": start, "compression_ratio": compression_ratio}}
     raise ValueError(f"compression_strategy={compression_strategy!r}: give summary, truncate or sliding_window")

@@ -1,7 +1,7 @@
 """The agent that manages its own context: it reads documents longer than its window, takes notes and deletes messages.
 
-PENDING -> GENERATING -> PROCESSING_TOOLS -> GENERATING -> … -> TERMINATED. After an edit the next call starts a new
-branch; all branches share the episode's reward.
+Each round samples a message and runs its tool calls. After an edit the next call starts a new branch; all of
+them share the reward.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from arborl.agents.agent_interface import Agent, Model
 from arborl.agents.context.history import STUB, ContextError, Delete, Edit, Fold, ViewForm, ViewStyle
 from arborl.agents.context.managed_conversation import ContextBudget, ContextPolicy, ManagedConversation, PolicyKind
 from arborl.agents.tool_agents import count_results
-from arborl.chat.formats.hermes import HermesParser
+from arborl.chat.formats.json_formats import HermesParser
 from arborl.envs.env import Env
 from arborl.envs.games.documents_env import episode_document
 from arborl.errors import ConfigError, ContextFull, MaxTurns, did_you_mean
@@ -31,16 +30,6 @@ from arborl.tools.core.tool import AnyTool
 from arborl.tools.core.tool_context import ToolContext
 from arborl.tools.core.toolbox import Toolbox
 from arborl.tools.library import document_tools
-from arborl.tools.library.document_tools import (
-    WORKSPACE,
-    DocumentSettings,
-    DocumentToolError,
-    JsonTool,
-    Workspace,
-    error_object,
-    format_tool_list,
-    shorten_result,
-)
 from arborl.types import Call, Episode, Message, Task, ToolCall, ToolResult, ToolSpec
 
 ALL = (
@@ -49,44 +38,25 @@ ALL = (
     document_tools.merge_notes, document_tools.check_budget,
     document_tools.get_context_stats, document_tools.delete_context, document_tools.summarize, document_tools.finish,
 )  # fmt: skip
-TOOLSET: dict[str, JsonTool] = {tool.name: tool for tool in ALL}
+TOOLSET: dict[str, document_tools.JsonTool] = {tool.name: tool for tool in ALL}
 DEFAULT_TOOLS = tuple(name for name in TOOLSET if name not in ("mergeNotes", "getContextStats", "summarize"))
 CONTEXT_TOOLS = ("note", "readNote", "updateNote", "mergeNotes", "deleteContext", "summarize")
 """Tools that are useful only if the model manages its context."""
-
-
-class EpisodePhase(StrEnum):
-    """State of an episode."""
-
-    PENDING = "pending"
-    GENERATING = "generating"
-    PROCESSING_TOOLS = "processing_tools"
-    TERMINATED = "terminated"
 
 
 EXAMPLE_CALL = ToolCall("", "readChunk", {"chunk_id": 1})
 
 
 class ContextSession(ManagedConversation):
-    """One episode: history, edits, notes and budget, shared by the agent and its context tools.
-
-    The numbers of the budget that the model sees are those that end the episode.
-
-    Args:
-        model: samples; its calls are recorded.
-        opening: first messages of the environment.
-        specs: the tools.
-        space: document and notes.
-        budget: limits.
-        style: format of the visible messages.
-    """
+    """One episode: history, edits, notes and budget, shared by the agent and its context tools. The numbers of the
+    budget that the model sees are those that end the episode."""
 
     def __init__(
         self,
         model: Model,
         opening: Sequence[Message],
         specs: Sequence[ToolSpec],
-        space: Workspace,
+        space: document_tools.Workspace,
         budget: ContextBudget,
         style: ViewStyle,
     ):
@@ -100,7 +70,6 @@ class ContextSession(ManagedConversation):
         return {key: note.summary for key, note in self.space.notes.items()}
 
     def check(self) -> None:
-        """End the episode if a limit is exceeded."""
         if self.turns >= self.limits.turns:
             self.model.count({"context/exceeded": 1.0})
             raise MaxTurns(f"{self.limits.turns} rounds are used up")
@@ -110,7 +79,6 @@ class ContextSession(ManagedConversation):
             raise ContextFull(f"{-room} tokens too many for a context of {self.limits.tokens}")
 
     async def next(self) -> Message:
-        """Sample the next message and add it to the history."""
         message = await self.sample()
         self.add(message)
         self.turns += 1
@@ -120,17 +88,16 @@ class ContextSession(ManagedConversation):
         """Add a tool result with the number of tokens that are left."""
         content, room = result.content, max(self.room(), 0)
         if not result.ok and not content.startswith('{"error"'):
-            content = error_object(call.name, content)
+            content = document_tools.error_object(call.name, content)
         tag = ""
         if self.space.scanning and call.name == "readChunk" and self.space.index and result.ok:
             tag = f"{self.space.last_chunk + 1}/{len(self.space.index)}"
         if self.style.form == "brief":
-            content = shorten_result(call.name, content)
+            content = document_tools.shorten_result(call.name, content)
         message = Message("tool", content, tool_call_id=call.id, name=call.name or None)
         self.history = self.history.add(message, caller, room, tag, result.ok)
 
     def report(self) -> None:
-        """Add the counts to the episode's metrics."""
         counts = self.edit_counts({"deleted": Delete, "folded": Fold})
         counts |= {"context/notes": float(len(self.space.notes)), "context/turns": float(self.turns)}
         self.model.count(counts)
@@ -156,7 +123,7 @@ class ContextSession(ManagedConversation):
         is_only_call = all(call.name == "summarize" for call in caller.message.tool_calls)
         last = caller_id if is_only_call else caller_id - 1
         if last < 1:
-            raise DocumentToolError("there is nothing to summarize yet")
+            raise document_tools.DocumentToolError("there is nothing to summarize yet")
         self._edit(Fold(1, last, summary))
         return {"status": "success", "folded": last}
 
@@ -164,13 +131,13 @@ class ContextSession(ManagedConversation):
         try:
             self.edit(new)
         except ContextError as error:
-            raise DocumentToolError(str(error)) from error
+            raise document_tools.DocumentToolError(str(error)) from error
 
 
 def _with_tool_list(opening: Sequence[Message], specs: Sequence[ToolSpec], model: Model) -> list[Message]:
     """The opening with the tools and an example call, in the model's format, in the system message."""
     parser = getattr(getattr(model, "renderer", None), "parser", None) or HermesParser()
-    text = f"Tools: {format_tool_list(specs)}\nCall: {parser.format(EXAMPLE_CALL)}"
+    text = f"Tools: {document_tools.format_tool_list(specs)}\nCall: {parser.format(EXAMPLE_CALL)}"
     if opening and opening[0].role == "system":
         return [replace(opening[0], content=f"{opening[0].content}\n{text}"), *opening[1:]]
     return [Message("system", text), *opening]
@@ -182,8 +149,7 @@ class TrajectoryDump:
 
     enabled: bool = False
     folder: str = "trajectories"
-    freq: int = 1
-    """One episode in `freq`, chosen by a hash of its id."""
+    freq: int = 1  # one episode in `freq`, chosen by a hash of its id
 
     def __post_init__(self) -> None:
         if self.freq < 1:
@@ -203,7 +169,6 @@ class TrajectoryDump:
 
 
 def _trajectory(session: ContextSession, episode: Episode) -> dict[str, Any]:
-    """The episode with the field names of StateLM."""
     entries = session.history.entries
     deleted = [edit.id for edit in session.edits if isinstance(edit, Delete)]
     return {
@@ -303,7 +268,9 @@ class StateLM(Agent):
             raise ValueError(f"policy={policy} and context.policy={context.kind}: write one of them")
         self.policy = context or ContextPolicy(policy, window, compress_at, compression_ratio, train_summaries)
         self.toolbox = Toolbox([*select_tools(toolset, self.policy.kind), *tools], max_calls)
-        self.reading: DocumentSettings = call_checked(DocumentSettings, reading or {}, "agent.args.reading")
+        self.reading: document_tools.DocumentSettings = call_checked(
+            document_tools.DocumentSettings, reading or {}, "agent.args.reading"
+        )
         self.limits = (max_model_len, single_turn_max_tokens, max_assistant_turns)
         self.min_assistant_turns = min_assistant_turns
         names = self.toolbox.tools
@@ -312,102 +279,74 @@ class StateLM(Agent):
 
     async def run(self, task: Task, env: Env, model: Model) -> None:
         async with ToolContext(task, getattr(model, "tokenizer", None)) as context:
-            await StateLMEpisode(self, env, model, context).run()
+            session = await self._open(context, env, model)
+            try:
+                if self.reading.built:
+                    await self._build_index(session.space, context)
+                while not await self._round(session, context, env):
+                    pass
+            finally:
+                session.report()
+                self.dump.write(session)
 
+    async def _open(self, context: ToolContext, env: Env, model: Model) -> ContextSession:
+        task = context.task
+        observation = await env.reset(task, task.seed)
+        space: document_tools.Workspace = context.state(document_tools.WORKSPACE, document_tools.WORKSPACE.make)
+        space.document, space.settings = episode_document(task, env), self.reading
+        budget = ContextBudget.of(model, *self.limits)
+        session = ContextSession(model, observation.messages, self.toolbox.specs, space, budget, self.style)
+        space.editor = session
+        self.policy.begin(session)
+        return session
 
-class StateLMEpisode:
-    """One episode of the agent."""
-
-    def __init__(self, agent: StateLM, env: Env, model: Model, context: ToolContext):
-        self.agent, self.env, self.model, self.context = agent, env, model, context
-        self.session: ContextSession
-        self.message: Message
-
-    async def run(self) -> None:
-        state = EpisodePhase.PENDING
-        try:
-            while state is not EpisodePhase.TERMINATED:
-                match state:
-                    case EpisodePhase.PENDING:
-                        state = await self._open()
-                    case EpisodePhase.GENERATING:
-                        state = await self._generate()
-                    case EpisodePhase.PROCESSING_TOOLS:
-                        state = await self._process_tools()
-        finally:
-            if hasattr(self, "session"):
-                self.session.report()
-                self.agent.dump.write(self.session)
-
-    async def _open(self) -> EpisodePhase:
-        """Reset the environment and set up the document."""
-        agent, task = self.agent, self.context.task
-        observation = await self.env.reset(task, task.seed)
-        space: Workspace = self.context.state(WORKSPACE, WORKSPACE.make)
-        space.document, space.settings = episode_document(task, self.env), agent.reading
-        budget = ContextBudget.of(self.model, *agent.limits)
-        specs = agent.toolbox.specs
-        self.session = ContextSession(self.model, observation.messages, specs, space, budget, agent.style)
-        space.editor = self.session
-        agent.policy.begin(self.session)
-        if agent.reading.built:
-            await self._build(space)
-        return EpisodePhase.GENERATING
-
-    async def _build(self, space: Workspace) -> None:
+    async def _build_index(self, space: document_tools.Workspace, context: ToolContext) -> None:
         """Build the index. Without a text there is none, and the tools report that."""
-        reading, tokenizer = self.agent.reading, self.context.tokenizer
         try:
-            text = space.text(self.context)
+            text = space.text(context)
         except ValueError:
             return
-        await run_in_thread(lambda: space.build(text, reading.chunk_size, reading.overlap, tokenizer))
+        sizes = self.reading.chunk_size, self.reading.overlap
+        await run_in_thread(lambda: space.build(text, *sizes, context.tokenizer))
 
-    async def _generate(self) -> EpisodePhase:
-        """Sample a message. One without a tool call goes to the environment."""
-        await self.agent.policy.make_room(self.session)
-        self.session.check()
-        self.message = await self.session.next()
-        if self.message.tool_calls:
-            return EpisodePhase.PROCESSING_TOOLS
-        return await self._step(self.message, finished=False)
-
-    async def _process_tools(self) -> EpisodePhase:
-        """Run the calls in order: each sees the effects and the budget of the earlier ones."""
-        session, toolbox = self.session, self.agent.toolbox
-        caller = session.history.last
-        for number, call in enumerate(self.message.tool_calls):
+    async def _round(self, session: ContextSession, context: ToolContext, env: Env) -> bool:
+        """Sample a message and run its calls in order, or send it to the environment; whether the episode is over."""
+        await self.policy.make_room(session)
+        session.check()
+        message = await session.next()
+        if not message.tool_calls:
+            return await self._step(session, env, message, finished=False)
+        toolbox, caller = self.toolbox, session.history.last
+        for number, call in enumerate(message.tool_calls):
             if number < toolbox.max_calls:
-                (result,) = await toolbox.run([call], self.context)
+                (result,) = await toolbox.run([call], context)
             else:
                 result = ToolResult(f"not run: a message may contain {toolbox.max_calls} calls", False, "too_many")
-            count_results([result], self.context, self.model)
+            count_results([result], context, session.model)
             if toolbox.ends(call, result):
                 answer = Message("assistant", result.content, tool_calls=(call,))
-                return await self._step(answer, finished=True)
+                return await self._step(session, env, answer, finished=True)
             session.add_result(call, result, caller)
-        return EpisodePhase.GENERATING
+        return False
 
-    async def _step(self, message: Message, finished: bool) -> EpisodePhase:
-        """Send a message to the environment. The episode continues unless it is over."""
-        is_early = self.session.turns < self.agent.min_assistant_turns
-        step = await self.env.step(message)
+    async def _step(self, session: ContextSession, env: Env, message: Message, finished: bool) -> bool:
+        """Send a message to the environment; whether the episode is over."""
+        is_early = session.turns < self.min_assistant_turns
+        step = await env.step(message)
         if finished or step.over:
-            self.model.count({"context/finished": float(finished), "context/too_few_turns": float(is_early)})
-            return EpisodePhase.TERMINATED
-        self.session.observe(step.observation.messages)
-        return EpisodePhase.GENERATING
+            session.model.count({"context/finished": float(finished), "context/too_few_turns": float(is_early)})
+            return True
+        session.observe(step.observation.messages)
+        return False
 
 
-def select_tools(names: Sequence[str] | None, policy: str) -> list[JsonTool]:
-    """The tools of these names."""
+def select_tools(names: Sequence[str] | None, policy: str) -> list[document_tools.JsonTool]:
     if names is None:
         names = DEFAULT_TOOLS if policy == "statelm" else [name for name in DEFAULT_TOOLS if name not in CONTEXT_TOOLS]
     for name in names:
         if name not in TOOLSET:
-            raise ConfigError(
-                f"agent.args.toolset: no tool {name!r}.{did_you_mean(name, TOOLSET)} Known: {', '.join(TOOLSET)}."
-            )
+            near = did_you_mean(name, TOOLSET)
+            raise ConfigError(f"agent.args.toolset: no tool {name!r}.{near} Known: {', '.join(TOOLSET)}.")
         if policy != "statelm" and name in ("deleteContext", "summarize"):
             raise ConfigError(f"agent.args.toolset: {name} edits the context, which policy={policy} does by itself.")
     return [TOOLSET[name] for name in dict.fromkeys(names)]

@@ -12,7 +12,6 @@ from arborl.chat.tokenizer import FileTokenizer
 from arborl.cluster.placement.ray_cluster import RayCluster
 from arborl.cluster.placement.ray_engine import EnginePlan, ModelRecipe, RayEngine, weight_bytes
 from arborl.cluster.placement.ray_rewards import place_rewards
-from arborl.config.engine_config import PlacementConfig
 from arborl.config.run_config import RunConfig
 from arborl.engines.local.kv_cache import default_kv_tokens
 from arborl.errors import ConfigError, EngineError
@@ -20,9 +19,10 @@ from arborl.rewards import Rewards
 from arborl.types import Sampling
 
 
-def connect_cluster(placement: PlacementConfig, model: PreTrainedModel, rewards: Rewards, ranks: int = 0) -> RayCluster:
+def connect_cluster(config: RunConfig, model: PreTrainedModel, rewards: Rewards, ranks: int = 0) -> RayCluster:
     """The cluster of a run, with its reward workers, and resources for this number of learner ranks."""
-    cluster = RayCluster(placement, weight_bytes(model.state_dict()), ranks)
+    placement = config.placement
+    cluster = RayCluster(placement, weight_bytes(model.state_dict()), ranks, config.threads)
     try:
         if placement.reward_workers:
             place_rewards(cluster, rewards)
@@ -42,7 +42,7 @@ def build_ray_engine(
     placed, engine, context = cluster.placement, config.engine, config.sampling.max_context
     on_gpu = model.device.type == "cuda"
     gpus = cluster.engine_gpus((model.device.index or 0) if on_gpu else None)
-    threads = config.threads or (torch.get_num_threads() if config.deterministic else placed.cpus_per_engine)
+    threads = config.threads or (torch.get_num_threads() if config.deterministic else 1)
     kv_tokens = engine.kv_tokens
     if not kv_tokens and not any(gpus):  # engines of one host share its memory
         kv_tokens = max(context, default_kv_tokens(model, context) // placed.engines)
@@ -50,9 +50,9 @@ def build_ray_engine(
         "max_context": context,
         "max_requests": engine.requests(model.device.type),
         "kv_tokens": kv_tokens,
-        "page_size": engine.page_size,
+        "page_size": engine.options.page_size,
         "deterministic": config.deterministic,
-        "update": engine.update,
+        "update": engine.options.update,
     }
     recipe = ModelRecipe.of(model, config.model.head, threads, config.deterministic)
     plan = EnginePlan(recipe, settings, tokenizer_files(renderer), sampling)

@@ -195,10 +195,11 @@ class RayCluster:
     """Number of open instances; the last one disconnects."""
     private: ClassVar[PrivateCluster | None] = None
 
-    def __init__(self, placement: PlacementConfig, weight_bytes: int = 0, ranks: int = 0):
+    def __init__(self, placement: PlacementConfig, weight_bytes: int = 0, ranks: int = 0, threads: int = 1):
         import ray
 
         self.ray, self.placement, self.ranks, self.origin = ray, placement, ranks, "of this process"
+        self.engine_cpus = max(threads, 1)
         self.started: list[Actor] = []
         self.lock = threading.Lock()
         self.closed = False
@@ -278,7 +279,7 @@ class RayCluster:
     @property
     def _cpus(self) -> int:
         placed = self.placement
-        return placed.engines * placed.cpus_per_engine + placed.env_workers + placed.reward_workers + self.ranks
+        return placed.engines * self.engine_cpus + placed.env_workers + placed.reward_workers + self.ranks
 
     def alive(self) -> list[ClusterNode]:
         """Live nodes: the driver's first, the others by address."""
@@ -297,16 +298,16 @@ class RayCluster:
         if self._cpus > has:
             placed, ranks = self.placement, f", learner.ranks={self.ranks + 1} but one" if self.ranks else ""
             raise ConfigError(
-                f"placement requests {self._cpus} cores (engines={placed.engines} x cpus_per_engine="
-                f"{placed.cpus_per_engine}, env_workers={placed.env_workers}, reward_workers={placed.reward_workers}"
+                f"placement requests {self._cpus} cores (engines={placed.engines} x "
+                f"threads={self.engine_cpus}, env_workers={placed.env_workers}, reward_workers={placed.reward_workers}"
                 f"{ranks}), and the cluster has {has:g} on {len(self.nodes)} node(s). Write fewer, or add nodes."
             )
-        each = self.placement.cpus_per_engine
+        each = self.engine_cpus
         if self.placement.engines > (room := sum(int(node.cpus // each) for node in self.nodes)):
             have = ", ".join(f"{node.cpus:g}" for node in self.nodes)
             raise ConfigError(
-                f"placement.engines={self.placement.engines} x cpus_per_engine={each}: an engine runs on one node; "
-                f"the nodes have {have} cores, enough for {room}. Write fewer cores per engine, or fewer engines."
+                f"placement.engines={self.placement.engines} x threads={each}: an engine runs on one node; "
+                f"the nodes have {have} cores, enough for {room}. Write fewer threads, or fewer engines."
             )
         gpus = gpus_of(self.nodes)
         for number in self.placement.device_mapping.engines:

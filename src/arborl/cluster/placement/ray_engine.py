@@ -177,7 +177,7 @@ class RayEngine(Engine):
         self.vocabulary, self.decodes = int(model.config.vocab_size), bool(plan.tokenizer)
         placed = cluster.placement
         self.replicas = [
-            EngineReplica(f"engine {number}", gpu=gpu, sharing=gpus.count(gpu), cpus=placed.cpus_per_engine)
+            EngineReplica(f"engine {number}", gpu=gpu, sharing=gpus.count(gpu), cpus=cluster.engine_cpus)
             for number, gpu in enumerate(gpus)
         ]
         self.routes = ReplicaPool(self.replicas, self._revive, placed.seconds, "engine")

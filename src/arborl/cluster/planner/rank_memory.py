@@ -41,10 +41,12 @@ NARROWED = ("weights", "parameters", "trained", "coarse", "largest", "queries", 
 def configured_strategy(config: RunConfig) -> Strategy | None:
     """The strategy of a configuration; None for `single`. DeepSpeed's ZeRO stage 3 counts as fsdp2; stages 1 and 2
     count as ddp, which overestimates their memory."""
-    learner = config.learner
-    if learner.strategy == "deepspeed":
-        return "fsdp2" if learner.zero_stage == 3 else "ddp"
-    return None if learner.strategy == "single" else learner.strategy
+    strategy = config.learner.strategy
+    if strategy == "zero3":
+        return "fsdp2"
+    if strategy == "zero1" or strategy == "zero2":  # mypy narrows this form only
+        return "ddp"
+    return None if strategy == "single" else strategy
 
 
 @dataclass(frozen=True, slots=True)

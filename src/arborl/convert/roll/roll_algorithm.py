@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from arborl.convert.draft import Draft
+from arborl.convert.draft import Draft, names
 
 ESTIMATORS = ("gae", "grpo", "reinforce", "gigpo", "step_reinforce", "agentic_reinforce")
 GROUPINGS = {"traj_group_id": "group", "batch": "batch"}
@@ -25,9 +25,9 @@ def estimator(draft: Draft, steps: bool, rows: bool) -> None:
     whiten = bool(draft.source.get("whiten_advantages", False))
     if chosen == "gae":
         _name(draft, "ppo")
-        draft.put("lambd", 0.95, "algorithm.gae_lambda")
+        draft.put("lambd", 0.95, "algorithm.args.gae_lambda")
         draft.put("gamma", 1.0, "algorithm.gamma")
-        draft.default("adv_estimator", chosen, "algorithm.gae_level", "token")
+        draft.default("adv_estimator", chosen, "algorithm.args.gae_level", "token")
         _critic(draft)
     elif chosen in ("gigpo", "step_reinforce"):
         _name(draft, str(chosen))
@@ -70,7 +70,7 @@ def normalisation(draft: Draft, chosen: str, rows: bool) -> tuple[str, str]:
     for key, value in (("norm_mean_type", mean), ("norm_std_type", std)):
         value = scope if value == "group" and scope != "batch" else value
         if value not in ("group", "batch", "none"):
-            one = len(draft.settings.get("rollout.envs.tags", ())) == 1 and value == "tags"
+            one = len(names(draft.source.get("train_env_manager.tags"))) == 1 and value == "tags"
             why = f"no statistics by {value} here: those of the group are taken"
             draft.drop(f"{at}{key}", value, "statistics of the batch, which is the same with one tag" if one else why)
             value = "batch" if one else "group"
@@ -101,14 +101,14 @@ def _by_episode(draft: Draft, mean: str, std: str, whiten: bool) -> None:
         _name(draft, "reinforce_plus_plus_baseline")
     else:
         _name(draft, "grpo")
-        _normal(draft, "algorithm.baseline", "mean" if mean == "group" else "none")
+        _normal(draft, "algorithm.args.baseline", "mean" if mean == "group" else "none")
         _normal(draft, "algorithm.std", std)
 
 
 def _by_step(draft: Draft, chosen: str, mean: str, std: str) -> None:
     _normal(draft, "algorithm.std", std)
     if chosen == "step_reinforce":
-        _normal(draft, "algorithm.baseline", "mean" if mean == "group" else "none")
+        _normal(draft, "algorithm.args.baseline", "mean" if mean == "group" else "none")
         if mean == "batch":
             draft.drop("reward_normalization", "batch", "the batch's mean is not taken off a step's return here")
         return
@@ -118,9 +118,9 @@ def _by_step(draft: Draft, chosen: str, mean: str, std: str) -> None:
         draft.drop("episode_reward_weight", whole, why)
         whole = 1.0
     why = "" if whole == 1 else "divided by episode_reward_weight, which scales all advantages alike"
-    draft.say("step_reward_weight", step, "algorithm.step_weight", step / whole, why)
+    draft.say("step_reward_weight", step, "algorithm.args.step_weight", step / whole, why)
     if "episode_reward_weight" in draft.source and "episode_reward_weight" not in draft.accounted():
-        draft.set("episode_reward_weight", whole, "algorithm.step_weight", step / whole, why)
+        draft.set("episode_reward_weight", whole, "algorithm.args.step_weight", step / whole, why)
     if mean == "none":
         draft.drop("reward_normalization.method", "identity", "gigpo compares here: the group's mean is taken off")
 
@@ -132,7 +132,7 @@ def _critic(draft: Draft) -> None:
         draft.put("reward_pretrain", None, "learner.critic_from")
     draft.put("critic.training_args.learning_rate", 5e-5, "learner.critic_lr")
     if draft.source.get("value_clip") is not None:
-        draft.put("value_clip", None, "algorithm.value.clip")
+        draft.put("value_clip", None, "algorithm.args.value_clip")
 
 
 def aggregation(draft: Draft, steps: bool) -> None:
@@ -140,13 +140,13 @@ def aggregation(draft: Draft, steps: bool) -> None:
     key, mode = "loss_agg_mode", draft.source.get("loss_agg_mode", "seq-mean-token-mean")
     if mode == "seq-mean-token-sum-norm":
         draft.say(key, mode, "algorithm.aggregation", "fixed", "the mean over episodes; there their sum")
-        draft.settings["algorithm.fixed_length"] = draft.whole("sequence_length", 1024)
+        draft.settings["algorithm.args.fixed_length"] = draft.whole("sequence_length", 1024)
     elif mode not in AGGREGATION:
         draft.refuse(key, mode, f"no such mode in ROLL. Write one of {', '.join(AGGREGATION)}.")
     elif mode == "seq-mean-token-sum":
         why = "summed within an episode; there within a turn" if steps else ""
         draft.say(key, mode, "algorithm.aggregation", "fixed", why)
-        draft.settings["algorithm.fixed_length"] = 1
+        draft.settings["algorithm.args.fixed_length"] = 1
     else:
         ours = "call" if steps and mode != "token-mean" else AGGREGATION[mode]
         draft.say(key, mode, "algorithm.aggregation", ours)
@@ -169,7 +169,7 @@ def loss(draft: Draft, role: str) -> None:
         draft.set(key, variant, "algorithm.loss", VARIANTS[str(variant)])
     elif kind in ("segment", "seq"):
         draft.set(ratio, kind, "algorithm.loss", "gspo")
-        draft.settings["algorithm.sequence"] = "call" if kind == "segment" else "episode"
+        draft.settings["algorithm.args.sequence"] = "call" if kind == "segment" else "episode"
     elif ratio in draft.source:
         draft.set(ratio, kind, "algorithm.loss", "ppo")
     if draft.settings.get("algorithm.name") == "step_reinforce":
@@ -191,7 +191,7 @@ def clips(draft: Draft) -> None:
     if draft.source.get("dual_clip_loss"):
         bound, high = 1 + 2 * float(both), float(draft.settings["algorithm.clip_high"])
         if bound > 1 + high:
-            draft.set("dual_clip_loss", True, "algorithm.dual_clip", bound)
+            draft.set("dual_clip_loss", True, "algorithm.args.dual_clip", bound)
         else:
             why = f"its bound {bound:g} lies within clip_high={high:g}, where it never acts"
             draft.skip("dual_clip_loss", True, why)
@@ -217,7 +217,7 @@ def correction(draft: Draft) -> None:
         ours = "token" if level == "token" else "sequence"
         draft.set(f"{at}is_weight.weight_type", level, f"{weights}level", ours, why)
         if level == "segment":
-            draft.settings["algorithm.sequence"] = "call"
+            draft.settings["algorithm.args.sequence"] = "call"
     filters = [one for one in draft.source.get(f"{at}filters") or [] if one.get("enabled")]
     if filters and f"{weights}kind" in draft.settings:
         draft.drop(f"{at}filters", filters, "one guard at a time: the weight is kept, the filters are not")

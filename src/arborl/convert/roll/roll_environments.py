@@ -16,20 +16,12 @@ RUNNERS = {"GEMRunner": "chat"}
 PROMPTS = {
     "agent_system_template": "system", "agent_template": "template", "env_config.action_pattern": "pattern",
 }  # fmt: skip
-AS_TAG = {
-    "env": "env_type", "args": "env_config", "max_steps": "max_steps", "max_tokens": "max_tokens_per_step",
-    "system": "agent_system_template", "template": "agent_template", "pattern": "action_pattern",
-}  # fmt: skip
-"""What is kept of a tag, below `rollout.envs.custom_envs.TAG`."""
-AS_SOURCE = {
+PLACES = {
     "env": "env.name", "args": "env.args", "rows": "", "agent": "agent.name", "agent_args": "agent.args",
-    "tool_args": "agent.tool_args",
-    "max_steps": "limits.max_turns", "max_tokens": "sampling.max_tokens", "system": "agent.system",
-    "template": "env.prompt.observation", "pattern": "env.prompt.action_pattern",
+    "tool_args": "agent.tool_args", "max_steps": "rollout.max_turns", "max_tokens": "sampling.max_tokens",
+    "system": "agent.system", "template": "env.prompt.observation", "pattern": "env.prompt.action_pattern",
 }  # fmt: skip
-"""The same below `data.sources.TAG`."""
-ALONE = AS_SOURCE | {"max_steps": "rollout.max_turns", "rows": "data"}
-"""The same where it is the run's own."""
+"""What is kept of a tag, below `data.sources.TAG`, or of the run if there is one tag."""
 
 
 def environments(draft: Draft) -> list[EnvTag]:
@@ -47,11 +39,16 @@ def environments(draft: Draft) -> list[EnvTag]:
     if draft.problems:
         return []
     trained = [tag for tag in tags if tag.name in train]
-    groups = _groups(draft)
-    if all(tag.get("env") for tag in tags) and len({tag.who for tag in trained}) == 1:
-        _as_tags(draft, tags, train, val, groups)
+    shared = all(tag.get("env") for tag in tags) and len({tag.who for tag in trained}) == 1
+    _as_sources(draft, tags, train, _tasks_per_step(draft), shared)
+    if shared:
+        _workers(draft)
+        _validation(draft, [tag.name for tag in tags], val)
     else:
-        _as_sources(draft, tags, train, groups)
+        _drop_validation(draft)
+    rest = [f"train_env_manager.{key}" for key in ("tags", "num_groups_partition", "max_env_num_per_worker")]
+    why = "the shares are ratios of sources, and one alone has the whole batch; rows need no worker"
+    draft.skip_rest(rest, why)
     return trained
 
 
@@ -123,28 +120,28 @@ def _limits(tag: EnvTag) -> None:
         tag.set("max_tokens_per_step", "max_tokens", min(int(requested), most), why)
 
 
-def _groups(draft: Draft) -> tuple[int, int]:
-    """Tasks of a step, and episodes of each: the batch counts episodes there."""
-    at, ours = "train_env_manager.", "rollout.envs."
+def _tasks_per_step(draft: Draft) -> int:
+    """Writes the tasks of a step and the episodes of each: the batch counts episodes there."""
+    at, ours = "train_env_manager.", "rollout.tasks_per_step"
     size, slots = draft.whole(f"{at}group_size", 1), draft.whole(f"{at}num_env_groups", 128)
     episodes = draft.whole("rollout_batch_size", slots * size)
     if episodes % size:
         fits = size * max(episodes // size, 1)
         why = f"does not divide by train_env_manager.group_size={size}. Write {fits}."
         draft.refuse("rollout_batch_size", episodes, why)
-        return 1, size
+        return 1
     tasks = episodes // size
-    draft.settings |= {f"{ours}num_env_groups": tasks, f"{ours}group_size": size}
+    draft.settings |= {ours: tasks, "rollout.group_size": size}
     why = "" if slots == tasks else "tasks of a step, which follow from rollout_batch_size and group_size"
-    draft.say("rollout_batch_size", episodes, f"{ours}num_env_groups", tasks)
-    draft.say(f"{at}num_env_groups", slots, f"{ours}num_env_groups", tasks, why)
-    draft.say(f"{at}group_size", size, f"{ours}group_size", size)
+    draft.say("rollout_batch_size", episodes, ours, tasks)
+    draft.say(f"{at}num_env_groups", slots, ours, tasks, why)
+    draft.say(f"{at}group_size", size, "rollout.group_size", size)
     spare = draft.whole(f"{at}group_size_redundancy", 0)
     if spare:
         draft.set(f"{at}group_size_redundancy", spare, "rollout.redundancy", spare)
     at_once = slots * (size + spare)
     draft.default("all environments play at once", at_once, "rollout.concurrency", at_once)
-    return tasks, size
+    return tasks
 
 
 def divided(draft: Draft, manager: str, count: int, tasks: int) -> list[int]:
@@ -160,45 +157,17 @@ def divided(draft: Draft, manager: str, count: int, tasks: int) -> list[int]:
     return whole
 
 
-def _partition(draft: Draft, manager: str, path: str, whole: list[int]) -> None:
-    key = f"{manager}.num_groups_partition"
-    draft.settings[path] = whole
-    if (partition := draft.source.get(key)) is not None:
-        why = "" if whole == partition else "in the same shares of the tasks there are"
-        draft.set(key, partition, path, whole, why)
-
-
-def _as_tags(draft: Draft, tags: list[EnvTag], train: list[str], val: list[str], groups: tuple[int, int]) -> None:
-    """All are environments here, and one agent plays them: the same words as there."""
-    draft.set("train_env_manager.tags", train, "rollout.envs.tags", train)
-    parts = divided(draft, "train_env_manager", len(train), groups[0])
-    _partition(draft, "train_env_manager", "rollout.envs.num_groups_partition", parts)
-    for tag in sorted(tags, key=lambda tag: tag.name not in train):
-        for what in tag.everything:
-            head, _, rest = what.partition(".")
-            if head in ("agent", "agent_args") and tag.name in train:
-                path = "agent.name" if head == "agent" else f"agent.args.{rest}"
-            elif head in AS_TAG:
-                path = ".".join(filter(None, ("rollout.envs.custom_envs", tag.name, AS_TAG[head], rest)))
-            else:
-                draft.undo(tag.kept(what), "the agent is that of the tags that are trained on")
-                continue
-            draft.move(tag.kept(what), path)
-    _workers(draft)
-    _validation(draft, val)
-
-
 def _workers(draft: Draft) -> None:
     key = "train_env_manager.max_env_num_per_worker"
     most = draft.source.get(key)
     if isinstance(most, int) and most > 1:
         why = "of one process; leave it and rollout.workers out for the event loop, which is faster"
-        draft.set(key, most, "rollout.envs.max_env_num_per_worker", most, why)
+        draft.set(key, most, "rollout.envs_per_process", most, why)
         draft.settings["rollout.workers"] = "process"
     draft.skip_rest([key], "environments share nothing here, wherever they run: rollout.workers")
 
 
-def _validation(draft: Draft, val: list[str]) -> None:
+def _validation(draft: Draft, tags: list[str], val: list[str]) -> None:
     """Held-out tasks by tag. A group of validation is a task, played as often as the batch asks for."""
     at = "val_env_manager."
     size, slots = draft.whole(f"{at}group_size", 1), draft.whole(f"{at}num_env_groups", 128)
@@ -210,36 +179,59 @@ def _validation(draft: Draft, val: list[str]) -> None:
         draft.drop("val_batch_size", batch, "a whole data set cannot be evaluated: as many tasks as there are groups")
         batch = slots * size
     tasks = max(batch // size, len(val))
-    draft.set(f"{at}tags", val, "rollout.val_envs.tags", val)
-    parts = divided(draft, "val_env_manager", len(val), tasks)
-    _partition(draft, "val_env_manager", "rollout.val_envs.num_groups_partition", parts)
+    parts = dict(zip(val, divided(draft, "val_env_manager", len(val), tasks), strict=True))
+    by_tag = [f"{at}{key}" for key in ("tags", "num_groups_partition")]
+    for tag in tags if len(tags) > 1 else ():
+        path = f"data.sources.{tag}.evaluation_tasks"
+        draft.settings[path] = parts.get(tag, 0)
+        for key in by_tag:
+            if tag in parts and key in draft.source:
+                draft.set(key, draft.source[key], path, parts[tag])
     if f"{at}group_size" in draft.source:
-        draft.set(f"{at}group_size", size, "rollout.val_envs.group_size", size)
-    for key in ("val_batch_size", f"{at}num_env_groups"):
+        draft.set(f"{at}group_size", size, "evaluation.group_size", size)
+    for key in ("val_batch_size", f"{at}num_env_groups", *by_tag):
         if key in draft.source and key not in draft.accounted():
             draft.set(key, draft.source[key], "evaluation.tasks", tasks)
     draft.settings["evaluation.tasks"] = tasks
 
 
-def _as_sources(draft: Draft, tags: list[EnvTag], train: list[str], groups: tuple[int, int]) -> None:
-    """Rows, or agents that differ: each tag is a source of its own; one alone is the run itself."""
-    draft.move("rollout.envs.num_env_groups", "rollout.tasks_per_step")
-    draft.move("rollout.envs.group_size", "rollout.group_size")
-    shares = dict(zip(train, divided(draft, "train_env_manager", len(train), groups[0]), strict=True))
+def _as_sources(draft: Draft, tags: list[EnvTag], train: list[str], tasks: int, shared: bool) -> None:
+    """Each tag is a source of its own; one alone is the run itself.
+
+    Args:
+        tasks: of a step.
+        shared: whether one agent plays all tags; it is the run's.
+    """
+    parts = dict(zip(train, divided(draft, "train_env_manager", len(train), tasks), strict=True))
     alone = len(tags) == 1
-    for tag in tags:
+    for tag in sorted(tags, key=lambda tag: tag.name not in train):
         base = "" if alone else f"data.sources.{tag.name}"
         for what in tag.everything:
             head, _, rest = what.partition(".")
-            place = (ALONE if alone else AS_SOURCE)[head]
-            if alone and head == "rows" and rest in ("rewards", "tools"):
-                place = ""
-            draft.move(tag.kept(what), ".".join(filter(None, (base, place, rest))))
+            place, above = PLACES[head], base
+            if shared and head in ("agent", "agent_args"):
+                if tag.name not in train:
+                    draft.undo(tag.kept(what), "the agent is that of the tags that are trained on")
+                    continue
+                above = ""
+            if head == "system" and tag.get("env"):  # an environment's own message, without fields
+                draft.settings[tag.kept(what)] = str(tag.get(what)).replace("{", "{{").replace("}", "}}")
+                place = "env.prompt.system"
+            if alone and head == "rows" and rest not in ("rewards", "tools"):
+                place = "data"
+            draft.move(tag.kept(what), ".".join(filter(None, (above, place, rest))))
         if not alone:
-            draft.settings[f"{base}.ratio"] = shares.get(tag.name, 0)
-    if not alone:
-        for name in train:
-            draft.set("train_env_manager.tags", name, f"data.sources.{name}.ratio", shares[name])
+            draft.settings[f"{base}.ratio"] = parts.get(tag.name, 0) / sum(parts.values())
+    key = "train_env_manager.num_groups_partition"
+    for name in train if not alone else ():
+        path = f"data.sources.{name}.ratio"
+        draft.set("train_env_manager.tags", name, path, draft.settings[path])
+        if key in draft.source:
+            draft.set(key, draft.source[key], path, draft.settings[path])
+
+
+def _drop_validation(draft: Draft) -> None:
+    """Of rows, or of agents that differ."""
     played = draft.whole("val_batch_size", 0)
     if played > 0:
         draft.set("val_batch_size", played, "evaluation.tasks", played, "held out, of all sources together")
@@ -247,6 +239,3 @@ def _as_sources(draft: Draft, tags: list[EnvTag], train: list[str], groups: tupl
     for key in ("tags", "num_groups_partition", "num_env_groups", "group_size"):
         if f"val_env_manager.{key}" in draft.source:
             draft.drop(f"val_env_manager.{key}", draft.source[f"val_env_manager.{key}"], held)
-    rest = [f"train_env_manager.{key}" for key in ("tags", "num_groups_partition", "max_env_num_per_worker")]
-    why = "the shares are ratios of sources, and one alone has the whole batch; rows need no worker"
-    draft.skip_rest(rest, why)

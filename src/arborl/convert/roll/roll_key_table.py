@@ -29,11 +29,11 @@ def tracker(draft: Draft, key: str, value: Any) -> None:
     draft.set(key, value, "track.tensorboard", value == "tensorboard")
     if value == "wandb":
         kwargs = draft.below("tracker_kwargs.")
-        project = str(kwargs.get("project") or draft.source.get("exp_name") or "roll")
-        draft.set(key, value, "track.wandb.project", project)
-        for name in ("name", "entity", "dir", "mode", "project"):
-            if kwargs.get(name):
-                draft.set(f"tracker_kwargs.{name}", kwargs[name], f"track.wandb.{name}", kwargs[name])
+        given = {name: kwargs[name] for name in ("project", "name", "entity", "dir", "mode") if kwargs.get(name)}
+        ours = [{"name": "wandb", "args": {"project": str(draft.source.get("exp_name") or "roll")} | given}]
+        draft.set(key, value, "track.trackers", ours)
+        for name in given:
+            draft.set(f"tracker_kwargs.{name}", given[name], "track.trackers", ours)
     elif value not in ("tensorboard", "stdout", None):
         why = "no such tracker here: metrics go to the console, metrics.jsonl and whatever track.trackers names"
         draft.drop(key, value, why)
@@ -56,7 +56,7 @@ TABLE: dict[str, Rule] = {
     "seed": to("seed"),
     "output_dir": folder,
     "logging_dir": idle("logs lie in the run's folder"),
-    "render_save_dir": to("track.render_save_dir"),
+    "render_save_dir": to("track.render_every", lambda folder: 10, "GIFs are in the run's folder, frames/"),
     "rollout_dump_dir": to("track.episodes", bool, "episodes are written to the run's folder"),
     "max_steps": to("trainer.steps"),
     "save_steps": positive("trainer.save_every"),
@@ -112,7 +112,7 @@ PREFIXES: dict[str, Rule] = {
     "checkpoint_config.": idle("checkpoints lie in the run's folder"),
     "system_envs.": idle("set variables of the environment in your shell"),
     "env_monitor.": no("rollout.episode_seconds and rollout.step_seconds bound an environment that hangs"),
-    "reward_normalization.": idle("what a group is compared with is algorithm.baseline and algorithm.std"),
+    "reward_normalization.": idle("what a group is compared with is algorithm.args.baseline and algorithm.std"),
     "router_args.": idle(ENGINE),
     "train_env_manager.generating_args.num_return_sequences": idle("episodes of a task are rollout.group_size"),
     "train_env_manager.group_filter_cls": no("write a function: rollout.group_filter=package.module:function"),

@@ -68,11 +68,10 @@ def optimiser(draft: Draft, role: str) -> None:
     else:
         draft.drop(f"{at}lr_scheduler_type", schedule, f"no such schedule here. Known: {', '.join(SCHEDULES)}")
     if f"{at}warmup_steps" in draft.source:
-        draft.put(f"{at}warmup_steps", None, "learner.warmup_steps")
+        draft.put(f"{at}warmup_steps", None, "learner.warmup")
     ratio = draft.source.get(f"{at}warmup_ratio")
     if ratio and not draft.source.get(f"{at}warmup_steps"):
-        draft.settings.pop("learner.warmup_steps", None)
-        draft.set(f"{at}warmup_ratio", ratio, "learner.warmup_ratio", float(ratio))
+        draft.set(f"{at}warmup_ratio", ratio, "learner.warmup", float(ratio))
     elif ratio is not None:
         draft.skip(f"{at}warmup_ratio", ratio, "0, or warmup_steps goes before it")
     draft.put("max_grad_norm", 1.0, "learner.max_grad_norm", lambda value: float(value or 1.0))

@@ -56,8 +56,7 @@ def agentic(draft: Draft) -> None:
     environments(draft)
     if draft.problems:
         return
-    tasks = int(draft.settings.get("rollout.envs.num_env_groups") or draft.settings["rollout.tasks_per_step"])
-    size = int(draft.settings.get("rollout.envs.group_size") or draft.settings["rollout.group_size"])
+    tasks, size = (int(draft.settings[f"rollout.{name}"]) for name in ("tasks_per_step", "group_size"))
     _train(draft, train, tasks, size, draft.settings.get("agent.name") == "step", rows=False)
 
 
@@ -70,8 +69,8 @@ def rlvr(draft: Draft) -> None:
     prompt = int(draft.source.get("prompt_length") or 1024)
     draft.settings["sampling.max_tokens"] = draft.settings["sampling.max_context"] - prompt
     if draft.below("validation.generating_args."):
-        learner.sampling(draft, "validation.generating_args.", "evaluation")
-        draft.undo("evaluation.max_tokens", "sequence_length less prompt_length, as in training")
+        learner.sampling(draft, "validation.generating_args.", "evaluation.sampling")
+        draft.undo("evaluation.sampling.max_tokens", "sequence_length less prompt_length, as in training")
     tasks = int(draft.put("rollout_batch_size", 128, "rollout.tasks_per_step"))
     size = int(draft.put("num_return_sequences_in_group", 1, "rollout.group_size"))
     rewards.domains(draft, train, bool(_teacher(draft)))
@@ -127,13 +126,13 @@ def _sampling(draft: Draft, infer: str) -> None:
     own = f"{infer}.generating_args"
     if draft.below(f"{own}."):
         learner.sampling(draft, f"{own}.", "sampling")
-        for name in ("temperature", "top_p", "top_k"):
-            if f"sampling.{name}" in draft.settings:
-                draft.default(own, "validation too", f"evaluation.{name}", draft.settings[f"sampling.{name}"])
+        for name in ("sampling.temperature", "sampling.top_p", "sampling.top_k"):
+            if name in draft.settings:
+                draft.default(own, "validation too", f"evaluation.{name}", draft.settings[name])
         return
     learner.sampling(draft, "train_env_manager.generating_args.", "sampling")
     if draft.below("val_env_manager.generating_args."):
-        learner.sampling(draft, "val_env_manager.generating_args.", "evaluation")
+        learner.sampling(draft, "val_env_manager.generating_args.", "evaluation.sampling")
 
 
 def _teacher(draft: Draft) -> str:
@@ -145,7 +144,7 @@ def _teacher(draft: Draft) -> str:
 def teacher(draft: Draft) -> bool:
     """On-policy distillation: the advantage is the teacher's log-probability minus the student's."""
     if name := _teacher(draft):
-        draft.set("teacher.model_args.model_name_or_path", name, "algorithm.teacher", name)
+        draft.set("teacher.model_args.model_name_or_path", name, "algorithm.args.teacher", name)
         draft.settings["algorithm.name"] = "distill"
         if "adv_estimator" in draft.source:
             estimator = draft.source["adv_estimator"]

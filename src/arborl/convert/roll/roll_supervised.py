@@ -35,7 +35,7 @@ def dpo(draft: Draft) -> None:
     _learn(draft, "actor_train", "pretrain", name)
     if "ipo" in draft.source:
         draft.set("ipo", draft.source["ipo"], "algorithm.name", name)
-    draft.put("beta", 0.1, "algorithm.beta", float)
+    draft.put("beta", 0.1, "algorithm.args.beta", float)
     _prompt_column(draft)
     for column in ("chosen", "rejected"):
         if draft.source.get(f"{column}_key", column) != column:
@@ -54,7 +54,7 @@ def distill(draft: Draft) -> None:
     if not teacher:
         draft.refuse("teacher_pretrain", None, "names no teacher. Write teacher_pretrain: MODEL.")
         return
-    draft.set("teacher_pretrain", teacher, "algorithm.teacher", teacher)
+    draft.set("teacher_pretrain", teacher, "algorithm.args.teacher", teacher)
     draft.put("question_key", "question", "data.question")
     draft.default("sequence_length", None, "sampling.max_tokens", draft.settings["sampling.max_context"] // 2)
     objective = draft.source.get("kd_objective", "forward_kl")

@@ -114,7 +114,7 @@ ROWS: dict[str, Rule | tuple[Rule, Any]] = {
     "algorithm.adv_estimator": (losses.estimator, "gae"),
     "algorithm.norm_adv_by_std_in_grpo": (when(GRPO, losses.by_std, "read with adv_estimator=grpo only"), True),
     "algorithm.gamma": (losses.gamma, 1.0),
-    "algorithm.lam": (when(GAE, num("algorithm.gae_lambda"), "read with adv_estimator=gae only"), 1.0),
+    "algorithm.lam": (when(GAE, num("algorithm.args.gae_lambda"), "read with adv_estimator=gae only"), 1.0),
     "algorithm.use_kl_in_reward": (idle("see algorithm.kl_ctrl.kl_coef"), False),
     "algorithm.kl_penalty": (KL_REWARD, "kl"),
     "algorithm.kl_ctrl.type": (losses.kl_control, "fixed"),
@@ -143,9 +143,9 @@ ROWS: dict[str, Rule | tuple[Rule, Any]] = {
     f"{A}clip_ratio": (losses.clip, 0.2),
     f"{A}clip_ratio_low": (losses.clip_side("low"), 0.2),
     f"{A}clip_ratio_high": (losses.clip_side("high"), 0.2),
-    f"{A}clip_ratio_c": (when(is_vanilla, num("algorithm.dual_clip"), "read with loss_mode=vanilla only"), 3.0),
-    f"{A}tau_pos": (when(SAPO, num("algorithm.tau_positive"), "read with loss_mode=sapo only"), 1.0),
-    f"{A}tau_neg": (when(SAPO, num("algorithm.tau_negative"), "read with loss_mode=sapo only"), 1.05),
+    f"{A}clip_ratio_c": (when(is_vanilla, num("algorithm.args.dual_clip"), "read with loss_mode=vanilla only"), 3.0),
+    f"{A}tau_pos": (when(SAPO, num("algorithm.args.tau_positive"), "read with loss_mode=sapo only"), 1.0),
+    f"{A}tau_neg": (when(SAPO, num("algorithm.args.tau_negative"), "read with loss_mode=sapo only"), 1.05),
     f"{A}entropy_coeff": (num("algorithm.entropy_coef"), 0),
     f"{A}use_kl_loss": (when(KL_LOSS, WITH_KL_LOSS, WITHOUT_KL_LOSS), False),
     f"{A}kl_loss_coef": (when(KL_LOSS, num("algorithm.kl.coef"), "not read without use_kl_loss"), 0.001),
@@ -199,9 +199,9 @@ ROWS: dict[str, Rule | tuple[Rule, Any]] = {
     f"{R}max_model_len": rules.window,
     f"{R}val_kwargs.do_sample": (rules.evaluation, False),
     f"{R}val_kwargs.temperature": (rules.evaluation, 0),
-    f"{R}val_kwargs.top_p": (num("evaluation.top_p"), 1.0),
-    f"{R}val_kwargs.top_k": (num("evaluation.top_k", lambda k: max(int(k), 0)), -1),
-    f"{R}val_kwargs.n": (num("rollout.val_envs.group_size"), 1),
+    f"{R}val_kwargs.top_p": (num("evaluation.sampling.top_p"), 1.0),
+    f"{R}val_kwargs.top_k": (num("evaluation.sampling.top_k", lambda k: max(int(k), 0)), -1),
+    f"{R}val_kwargs.n": (num("evaluation.group_size"), 1),
     f"{R}agent.agent_loop_config_path": parts.loop_file,
     f"{T}interaction_config_path": refuse(
         "an interaction is an environment here. Write it as one (docs/environments.md), take this key out, and "
@@ -222,7 +222,7 @@ ROWS: dict[str, Rule | tuple[Rule, Any]] = {
     f"{T}tool_config.server_url": no("code runs in Arbor's own sandbox"),
     f"{T}format": choice("agent.tool_format", FORMATS, "Name yours: agent.tool_format."),
     "critic.optim.lr": (of_critic(num("learner.critic_lr")), 1e-5),
-    "critic.cliprange_value": (of_critic(num("algorithm.value.clip")), 0.5),
+    "critic.cliprange_value": (of_critic(num("algorithm.args.value_clip")), 0.5),
     "critic.model.path": of_critic(losses.critic_model),
     "reward_model.enable": parts.reward_model,
     "reward_model.reward_manager": (together, "naive"),
@@ -359,7 +359,7 @@ VARIABLES: dict[str, Rule] = {
     "TOOL_MAX_WORKERS": no("written with its tool: tools=[{server: URL, concurrency: N}]"),
     "TOOL_REQUEST_INTERVAL": no("written with its tool: limit.per_minute, as 60 divided by the interval"),
     **_all(CLUSTER, "", "MASTER_IP WORKER_NODES CONDA_ENV"),
-    "WANDB_DIR": idle("metrics are in the run's folder; see track.wandb"),
+    "WANDB_DIR": idle("metrics are in the run's folder; see track.trackers"),
 }
 """Of mixed-training scripts whose overrides are made of them elsewhere. What an override says wins."""
 

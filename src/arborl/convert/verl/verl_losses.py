@@ -33,10 +33,10 @@ def estimator(draft: Draft, key: str, value: Any) -> None:
         return
     settings: dict[str, Any] = {"algorithm.skip_zero_variance": False} if ours in COMPARE else {}
     if draft.number_or(f"{R}n", 1) == 1 and "agent.num_chains" not in draft.source and ours in COMPARE:
-        settings = {"algorithm.baseline": "none", "algorithm.std": "none"} if ours == "grpo" else {}
+        settings = {"algorithm.args.baseline": "none", "algorithm.std": "none"} if ours == "grpo" else {}
         ours = ALONE.get(ours, ours)
     if ours == "ppo":
-        settings = {"algorithm.gae_level": "token", "learner.critic": "separate", "algorithm.value.coef": 1.0}
+        settings = {"algorithm.args.gae_level": "token", "learner.critic": "separate", "algorithm.args.value_coef": 1.0}
     if ours in ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         settings["algorithm.whiten"] = "token"
     for path, setting in {"algorithm.name": ours, **settings}.items():
@@ -44,7 +44,7 @@ def estimator(draft: Draft, key: str, value: Any) -> None:
 
 
 def by_std(draft: Draft, key: str, value: Any) -> None:
-    if draft.settings.get("algorithm.baseline") == "none":
+    if draft.settings.get("algorithm.args.baseline") == "none":
         draft.skip(key, value, "a group of one has no deviation")
     else:
         draft.set(key, value, "algorithm.std", "group" if value else "none")
@@ -90,12 +90,12 @@ def aggregation(draft: Draft, key: str, value: Any) -> None:
         draft.skip(key, value, f"{mode} is a mean over sequences there, whatever this says; a KL loss follows it here")
     elif value == "seq-mean-token-sum":
         draft.set(key, value, "algorithm.aggregation", "fixed")
-        draft.set(key, value, "algorithm.fixed_length", 1)
+        draft.set(key, value, "algorithm.args.fixed_length", 1)
     elif value == "seq-mean-token-sum-norm":
         why = "verl's is not a mean over sequences, but a sum over those of a micro-batch"
         draft.set(key, value, "algorithm.aggregation", "fixed", why)
         length = draft.known(f"{A}loss_scale_factor") or answer_tokens(draft)
-        draft.set(key, value, "algorithm.fixed_length", length)
+        draft.set(key, value, "algorithm.args.fixed_length", length)
     else:
         ways = {"token-mean": "token", "seq-mean-token-mean": "episode"}
         choice("algorithm.aggregation", ways, f"Known: {', '.join(ways)}.")(draft, key, value)

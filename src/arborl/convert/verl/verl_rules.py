@@ -134,7 +134,7 @@ def warmup(draft: Draft, key: str, value: Any) -> None:
     times = max(math.ceil(minibatches), 1) * int(draft.number_or(f"{A}ppo_epochs", 1))
     if isinstance(value, int | float) and value > 0:
         why = f"counted in optimiser steps, of which a training step has {times}" if times > 1 else ""
-        draft.set(key, value, "learner.warmup_steps", int(value) * times, why)
+        draft.set(key, value, "learner.warmup", int(value) * times, why)
     else:
         draft.skip(key, value, "no number of steps: lr_warmup_steps_ratio is read")
 
@@ -145,7 +145,7 @@ def warmup_share(draft: Draft, key: str, value: Any) -> None:
     elif value in (None, 0):
         draft.skip(key, value, "no warm-up, as here")
     else:
-        num("learner.warmup_ratio")(draft, key, value)
+        num("learner.warmup")(draft, key, value)
 
 
 def schedule(draft: Draft, key: str, value: Any) -> None:
@@ -180,7 +180,7 @@ def evaluation(draft: Draft, key: str, value: Any) -> None:
     """`val_kwargs.temperature` and `do_sample`."""
     sampled = draft.known(f"{R}val_kwargs.do_sample")
     temperature = draft.number_or(f"{R}val_kwargs.temperature") if sampled else 0.0
-    draft.set(key, value, "evaluation.temperature", temperature)
+    draft.set(key, value, "evaluation.sampling.temperature", temperature)
     draft.set(key, value, "evaluation.greedy", False)
 
 
@@ -200,14 +200,11 @@ def loggers(draft: Draft, key: str, value: Any) -> None:
         UNSEEN.sub("", str(draft.source.get(f"trainer.{name}_name") or "")).strip("-_. ")
         for name in ("project", "experiment")
     )
-    if "mlflow" in trackers:
-        where = "what MLFLOW_TRACKING_URI says there"
-        draft.set(key, value, "track.mlflow.uri", "sqlite:////tmp/mlruns.db", where)
-    for tracker, group in (("wandb", "project"), ("mlflow", "experiment")):
-        if tracker in trackers:
-            draft.set(key, value, f"track.{tracker}.{group}", project or "verl_examples")
-            if run:
-                draft.set(key, value, f"track.{tracker}.name", run)
+    group, called = project or "verl_examples", {"name": run} if run else {}
+    args = {"wandb": {"project": group}, "mlflow": {"uri": "sqlite:////tmp/mlruns.db", "experiment": group}}
+    if ours := [{"name": name, "args": args[name] | called} for name in args if name in trackers]:
+        why = "the address of MLflow is what MLFLOW_TRACKING_URI says there" if "mlflow" in trackers else ""
+        draft.set(key, value, "track.trackers", ours, why)
     for other in trackers:
         if other not in ("console", "tensorboard", "wandb", "mlflow", "file"):
             draft.drop(key, other, "no such tracker here; yours can be named as track.trackers=[package.module:Class]")

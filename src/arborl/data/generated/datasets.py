@@ -26,13 +26,7 @@ FACT_KINDS: tuple[tuple[str, str, str], ...] = (
 
 
 def make_facts(count: int = 2000, seed: int = 0) -> tuple[list[Row], list[Row]]:
-    """Questions and the documents that answer them, the same for the same arguments.
-
-    Example:
-        questions, documents = make_facts(10)
-        questions[0]       # {"question": "What does Vera of Oslo own? …", "golden_answers": ["red lamp"], …}
-        documents[0]       # {"id": "0", "title": "Vera of Oslo", "text": "Vera of Oslo works as a …"}
-    """
+    """Questions and the documents that answer them, the same for the same arguments."""
     most = len(PEOPLE) * len(TOWNS) * len(FACT_KINDS)
     if not 1 <= count <= most:
         raise ValueError(f"count={count}: give 1 to {most}")
@@ -137,36 +131,20 @@ def _taco(row: Row) -> Row:
 
 
 def _math(row: Row) -> Row:
-    """With a worked solution that ends in the answer, boxed."""
     solution = f"We compute {row['expression']} = \\boxed{{{row['answer']}}}."
-    level = f"Level {row['level']}"
-    return {
-        "problem": row["question"],
-        "solution": solution,
-        "level": level,
-        "type": "Prealgebra",
-        "data_source": "math",
-    }
+    about = {"level": f"Level {row['level']}", "type": "Prealgebra", "data_source": "math"}
+    return {"problem": row["question"], "solution": solution, **about}
 
 
 GENERATORS: dict[str, Callable[..., Files]] = {
-    "arithmetic": arithmetic,
-    "gsm8k": gsm8k,
-    "code": code,
-    "facts": facts,
-    "documents": documents,
-    "mixed": mixed,
+    one.__name__: one for one in (arithmetic, gsm8k, code, facts, documents, mixed)
 }
 
 
 def make(
     name: str, folder: Path, more: Mapping[str, Callable[..., Files]] | None = None, **settings: Any
 ) -> dict[Path, int]:
-    """Write a set into a folder; returns how many rows went into each file. `more` are makers besides those here.
-
-    Example:
-        make("mixed", Path("recipes/mixed/data"), count=2000, seed=0)
-    """
+    """Write a set into a folder; returns how many rows went into each file. `more` are makers besides those here."""
     makers = {**GENERATORS, **(more or {})}
     if name not in makers:
         known = ", ".join(makers)

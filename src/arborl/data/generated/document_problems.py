@@ -54,11 +54,7 @@ WHEN = _words(
 
 
 def filler(chance: np.random.Generator, tokens: int) -> list[str]:
-    """Filler sentences of about `tokens` words and punctuation marks.
-
-    Example:
-        filler(generator(0, "x"), 12)      # ['The fox slept near the mill at noon.', …]
-    """
+    """Filler sentences of about `tokens` words and punctuation marks."""
     count = max(tokens // 9, 1)
     drawn = zip(*(chance.integers(len(words), size=count) for words in (OPENINGS, WHO, DID, PLACES, WHEN)), strict=True)
     sentences = [f"{OPENINGS[o]} {WHO[w]} {DID[d]} the {PLACES[p]} {WHEN[t]}." for o, w, d, p, t in drawn]
@@ -113,7 +109,6 @@ class DocumentProblem:
 
     @property
     def letter(self) -> str:
-        """Letter of the right choice."""
         return LETTERS[self.choices.index(self.answer)] if self.choices else ""
 
 
@@ -152,7 +147,6 @@ def make_document_problem(
 
 
 def _chain(chance: Chance, people: list[str], thing: str, hops: int) -> tuple[list[Hop], str, tuple[str, ...]]:
-    """The facts, the question, and the possible answers."""
     person, chain = people[0], []
     subject = person
     if hops > 1:
@@ -171,7 +165,6 @@ def _chain(chance: Chance, people: list[str], thing: str, hops: int) -> tuple[li
 
 
 def _others(chance: Chance, people: list[str], things: list[str], answers: tuple[str, ...], count: int) -> list[str]:
-    """Facts about people who are not in the question."""
     sentences = []
     for number in range(count):
         one, two = (people[int(i)] for i in chance.choice(len(people), size=2, replace=False))
@@ -238,10 +231,6 @@ def make_documents(
         hops: facts a question needs, or the range.
         kind: `short` (the answer is a word) or `choice` (it is a letter, A to D).
         distractors, lures: see `make_document_problem`.
-
-    Example:
-        make_documents(1, tokens=500)
-        # [{"id": "documents-0-0", "question": "Where does the keeper of the silver lamp live?", "answer": "Velm", …}]
     """
     if kind not in ("short", "choice"):
         raise ValueError(f"kind={kind!r}: give short or choice")

@@ -15,6 +15,7 @@ import numpy as np
 from arborl.seeds import generator
 
 Chance = np.random.Generator
+Row = dict[str, Any]
 NUMBER_ANSWER = "Answer as <answer>number</answer>."
 NAMES = ("Tom", "Ann", "Max", "Eva", "Ben", "Mia", "Sam", "Lea")
 THINGS = ("apples", "pens", "cards", "eggs", "stones", "books", "coins", "shells")
@@ -31,12 +32,7 @@ class ArithmeticProblem:
 
 
 def arithmetic_problem(chance: Chance, level: int = 1) -> ArithmeticProblem:
-    """One problem. Level 1 takes one operation on numbers below 100, level 2 two, level 3 also division and percent.
-
-    Example:
-        problem(generator(0, "example"))
-        # ArithmeticProblem("Of 52 eggs, 17 break. How many are left? Answer as …", "52 - 17", "35")
-    """
+    """One problem. Level 1 takes one operation on numbers below 100, level 2 two, level 3 also division and percent."""
     if level not in LEVELS:
         raise ValueError(f"level={level}: give 1, 2 or 3")
     makers = LEVELS[level]
@@ -44,23 +40,28 @@ def arithmetic_problem(chance: Chance, level: int = 1) -> ArithmeticProblem:
     return ArithmeticProblem(f"{text} {NUMBER_ANSWER}", expression, show(value))
 
 
-def problems(count: int, seed: int = 0, level: int = 1) -> list[dict[str, Any]]:
-    """Rows for a file: `count` different problems, the same for the same arguments."""
-    rows: dict[str, dict[str, Any]] = {}
+def _different(count: int, what: str, draw: Callable[[int], tuple[str, Row]]) -> list[Row]:
+    """The first `count` rows with different keys; `draw` returns the key and the row of a number."""
+    rows: dict[str, Row] = {}
     for number in range(100 * count + 100):
         if len(rows) == count:
             return list(rows.values())
-        new_problem = arithmetic_problem(generator(seed, "arithmetic", level, number), level)
-        rows.setdefault(new_problem.question, asdict(new_problem) | {"level": level})
-    raise ValueError(f"count={count}: level {level} has fewer different problems")
+        rows.setdefault(*draw(number))
+    raise ValueError(f"count={count}: there are fewer different problems of {what}")
+
+
+def problems(count: int, seed: int = 0, level: int = 1) -> list[Row]:
+    """Rows for a file: `count` different problems, the same for the same arguments."""
+
+    def draw(number: int) -> tuple[str, Row]:
+        problem = arithmetic_problem(generator(seed, "arithmetic", level, number), level)
+        return problem.question, asdict(problem) | {"level": level}
+
+    return _different(count, f"level {level}", draw)
 
 
 def show(value: Fraction) -> str:
-    """A number as people write it; values here have at most two decimals.
-
-    Example:
-        show(Fraction(7, 2))      # '3.5'
-    """
+    """A number as people write it; values here have at most two decimals."""
     if value.denominator == 1:
         return str(value.numerator)
     return f"{float(value):.2f}".rstrip("0")
@@ -164,7 +165,6 @@ LEVELS: dict[int, tuple[Callable[[Chance], Made], ...]] = {
 
 # ------------------------------------------------------------------------------------------------ programming
 
-Row = dict[str, Any]
 WORDS = ("banana", "seedling", "river", "mirror", "lantern", "pepper", "garden", "window", "letter", "summer")
 TEXT_ANSWER = "Answer as <answer>text</answer>."
 
@@ -173,46 +173,30 @@ def _numbers(chance: Chance, count: int, high: int = 99) -> list[int]:
     return [int(x) for x in chance.integers(1, high + 1, size=count)]
 
 
-# ------------------------------------------------------------------------------------------------ compute an answer
-
-
-def _product(chance: Chance) -> tuple[str, str]:
-    a, b = _numbers(chance, 2, 999)
-    return f"What is {a} * {b}?", f"{a} * {b}"
-
-
-def _remainder(chance: Chance) -> tuple[str, str]:
-    a, b = _numbers(chance, 1, 999)[0], _numbers(chance, 1, 30)[0]
-    return f"What is the remainder of {a} divided by {b}?", f"{a} % {b}"
-
-
-def _sum_to(chance: Chance) -> tuple[str, str]:
-    (n,) = _numbers(chance, 1)
-    return f"What is the sum of the numbers from 1 to {n}?", f"sum(range(1, {n + 1}))"
-
-
-def _largest(chance: Chance) -> tuple[str, str]:
-    numbers = _numbers(chance, 5)
-    return f"What is the largest of {', '.join(map(str, numbers))}?", f"max({numbers})"
-
-
-def _total(chance: Chance) -> tuple[str, str]:
-    numbers = _numbers(chance, 4)
-    return f"What is the sum of {', '.join(map(str, numbers))}?", f"sum({numbers})"
-
-
-def _backwards(chance: Chance) -> tuple[str, str]:
-    word = _word(chance)
-    return f"Write {word} backwards.", f"{word!r}[::-1]"
-
-
-def _letters(chance: Chance) -> tuple[str, str]:
-    word = _word(chance)
-    letter = word[int(chance.integers(len(word)))]
-    return f"How many times is {letter} in {word}?", f"{word!r}.count({letter!r})"
-
-
-def _length(chance: Chance) -> tuple[str, str]:
+def _computation(chance: Chance) -> tuple[str, str]:
+    match int(chance.integers(8)):
+        case 0:
+            a, b = _numbers(chance, 2, 999)
+            return f"What is {a} * {b}?", f"{a} * {b}"
+        case 1:
+            a, b = _numbers(chance, 1, 999)[0], _numbers(chance, 1, 30)[0]
+            return f"What is the remainder of {a} divided by {b}?", f"{a} % {b}"
+        case 2:
+            (n,) = _numbers(chance, 1)
+            return f"What is the sum of the numbers from 1 to {n}?", f"sum(range(1, {n + 1}))"
+        case 3:
+            numbers = _numbers(chance, 5)
+            return f"What is the largest of {', '.join(map(str, numbers))}?", f"max({numbers})"
+        case 4:
+            numbers = _numbers(chance, 4)
+            return f"What is the sum of {', '.join(map(str, numbers))}?", f"sum({numbers})"
+        case 5:
+            word = _word(chance)
+            return f"Write {word} backwards.", f"{word!r}[::-1]"
+        case 6:
+            word = _word(chance)
+            letter = word[int(chance.integers(len(word)))]
+            return f"How many times is {letter} in {word}?", f"{word!r}.count({letter!r})"
     word = _word(chance)
     return f"How many letters has {word}?", f"len({word!r})"
 
@@ -222,19 +206,9 @@ def _word(chance: Chance) -> str:
     return _pick(chance, WORDS) + _pick(chance, WORDS)
 
 
-COMPUTE: tuple[Callable[[Chance], tuple[str, str]], ...] = (
-    _product, _remainder, _sum_to, _largest, _total, _backwards, _letters, _length,
-)  # fmt: skip
-
-
 def computation_problem(chance: Chance) -> Row:
-    """A question that one line of Python answers.
-
-    Example:
-        compute(generator(0, "example"))
-        # {"question": "Write riverlantern backwards. Answer …", "code": "print('riverlantern'[::-1])", "answer": …}
-    """
-    question, expression = COMPUTE[int(chance.integers(len(COMPUTE)))](chance)
+    """A question that one line of Python answers."""
+    question, expression = _computation(chance)
     answer = eval(
         expression, {"__builtins__": {"sum": sum, "max": max, "len": len, "range": range}}
     )  # ours, from above
@@ -315,10 +289,9 @@ def code_problems(count: int, seed: int = 0, kind: str = "compute") -> list[Row]
     """Rows for a file, the same for the same arguments; those of `computation_problem` have different questions."""
     if kind not in CODE_KINDS:
         raise ValueError(f"kind={kind!r}: give {', '.join(CODE_KINDS)}")
-    rows: dict[str, Row] = {}
-    for number in range(100 * count + 100):
-        if len(rows) == count:
-            return list(rows.values())
+
+    def draw(number: int) -> tuple[str, Row]:
         row = CODE_KINDS[kind](generator(seed, "code", kind, number))
-        rows.setdefault(row["question"] if kind == "compute" else str(number), row)
-    raise ValueError(f"count={count}: there are fewer different problems of kind {kind!r}")
+        return row["question"] if kind == "compute" else str(number), row
+
+    return _different(count, f"kind {kind!r}", draw)

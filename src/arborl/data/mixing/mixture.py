@@ -16,6 +16,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import chain, zip_longest
 from math import ceil, floor
 from typing import Any
 
@@ -28,30 +29,17 @@ from arborl.seeds import generator
 from arborl.types import Group, Metrics, Task
 
 ZERO = Fraction(0)
+NONE: Mapping[str, int] = {}
 
 
 def normalize_ratios(ratios: Mapping[str, float | Fraction]) -> dict[str, Fraction]:
-    """Ratios as fractions that sum to 1, exact in decimal notation.
-
-    Example:
-        exact({"code": 0.4, "math": 0.2})      # {"code": Fraction(2, 3), "math": Fraction(1, 3)}
-    """
     written = {name: Fraction(str(ratio)) for name, ratio in ratios.items()}
     total = sum(written.values(), ZERO)
     return {name: ratio / total for name, ratio in written.items()}
 
 
 def allocate(ratios: Mapping[str, Fraction], size: int, behind: Mapping[str, Fraction]) -> dict[str, int]:
-    """Rows of each source in the next batch.
-
-    Args:
-        ratios: sum to 1.
-        size: of the batch.
-        behind: rows that each source is below its share; negative if above.
-
-    Example:
-        deal({"a": Fraction(1, 3), "b": Fraction(2, 3)}, 4, {})      # {"a": 1, "b": 3}
-    """
+    """Rows of each source in the next batch."""
     quotas = {name: ratio * size for name, ratio in ratios.items()}
     counts = {name: floor(quota) for name, quota in quotas.items()}
     spare = size - sum(counts.values())
@@ -68,16 +56,11 @@ def _urgency(claim: Fraction, behind: Fraction) -> tuple[bool, int, bool, int]:
     deadline = (1 - behind) / claim
     due = ceil(deadline)
     presses = due != deadline  # the next row may fall into the deadline of this one
-    return early, due, not presses, -_cascade(claim, behind, due) if presses else 0
-
-
-def _cascade(claim: Fraction, behind: Fraction, due: int) -> int:
-    """Batches until a source with a claim above 1/2 can skip a row again (group deadline)."""
-    if 2 * claim < 1:
-        return 0
-    rest = 1 - claim
-    missed = ceil(rest * due - behind)
-    return ceil((missed + behind) / rest)
+    group_deadline = 0  # batches until a source with a claim above 1/2 can skip a row again
+    if presses and 2 * claim >= 1:
+        rest = 1 - claim
+        group_deadline = ceil((ceil(rest * due - behind) + behind) / rest)
+    return early, due, not presses, -group_deadline
 
 
 # ------------------------------------------------------------------------------------------------ mixture
@@ -115,17 +98,7 @@ class MixturePosition:
 
 
 class Mixture(TaskSource):
-    """Takes every batch from several pools.
-
-    Args:
-        pools: the sources.
-        ratios: of each source; they need not sum to 1.
-        seed: of the run.
-        passes: limit of passes over a source.
-        schedule: changes of ratios from a step on.
-        band: reduces sources that are too easy or too hard.
-        refuse: an exhausted source ends the run, instead of being replaced by the others.
-    """
+    """Takes every batch from several pools."""
 
     def __init__(
         self,
@@ -163,11 +136,8 @@ class Mixture(TaskSource):
     def evaluation(self, count: int) -> list[Task]:
         """Equal numbers of each source; other sources replace missing tasks."""
         candidates = [self.pools[name].evaluation(count) for name in self._used()]
-        chosen: list[Task] = []
-        for turn in range(count):
-            for tasks in candidates:
-                if turn < len(tasks) and len(chosen) < count:
-                    chosen.append(tasks[turn])
+        turns = chain.from_iterable(zip_longest(*candidates))
+        chosen = [task for task in turns if task is not None][:count]
         return sorted(chosen, key=lambda task: list(self.pools).index(task.source))
 
     def steps(self, passes: int, count: int) -> int:
@@ -181,7 +151,8 @@ class Mixture(TaskSource):
         return max(1, -(-passes * rows // count))
 
     def _used(self) -> list[str]:
-        return [name for name in self.pools if any(ratios.get(name, 0) for ratios in (self.ratios, *self._stages()))]
+        stages = [self.ratios, *(changed for _, changed in self.schedule)]
+        return [name for name in self.pools if any(ratios.get(name, 0) for ratios in stages)]
 
     def observe(self, step: int, groups: Sequence[Group]) -> Metrics:
         for name in self.pools:
@@ -210,11 +181,7 @@ class Mixture(TaskSource):
         self._remember(MixturePosition(state["step"], dict(state["drawn"]), behind))
 
     def start_at(self, step: int) -> None:
-        """Start at this step."""
         self._positions = OrderedDict([(step, MixturePosition(step))])
-
-    def _stages(self) -> list[Mapping[str, float]]:
-        return [changed for _, changed in self.schedule]
 
     def shares(self, step: int) -> dict[str, float | Fraction]:
         """The ratios at a step, before any source is exhausted."""
@@ -244,7 +211,6 @@ class Mixture(TaskSource):
             self._positions.popitem(last=False)
 
     def _open(self, position: MixturePosition, more: Mapping[str, int]) -> dict[str, Fraction]:
-        """Sources with rows left, and their shares."""
         ratios = {name: ratio for name, ratio in self.shares(position.step).items() if ratio > 0}
         there = {name: ratio for name, ratio in ratios.items() if self._left(name, position, more) > 0}
         exhausted = [name for name in ratios if name not in there]
@@ -257,16 +223,13 @@ class Mixture(TaskSource):
             )
         return normalize_ratios(there)
 
-    def _left(self, name: str, position: MixturePosition, more: Mapping[str, int]) -> float:
+    def _left(self, name: str, position: MixturePosition, more: Mapping[str, int] = NONE) -> float:
         size, passes = self.pools[name].size, self.passes.get(name, 0)
-        return (
-            float("inf")
-            if not passes or size is None
-            else size * passes - position.drawn.get(name, 0) - more.get(name, 0)
-        )
+        if not passes or size is None:
+            return float("inf")
+        return size * passes - position.drawn.get(name, 0) - more.get(name, 0)
 
     def _counts(self, position: MixturePosition, size: int) -> dict[str, int]:
-        """Tasks of each source in the batch; `size` in total."""
         counts: dict[str, int] = {}
         while (rest := size - sum(counts.values())) > 0:
             ratios = self._open(position, counts)
@@ -278,21 +241,13 @@ class Mixture(TaskSource):
     def _after(self, position: MixturePosition, counts: Mapping[str, int], size: int) -> MixturePosition:
         drawn = {name: position.drawn.get(name, 0) + counts.get(name, 0) for name in self.pools}
         after = replace(position, step=position.step + 1, drawn=drawn)
-        ratios = normalize_ratios(
-            {
-                name: ratio
-                for name, ratio in self.shares(position.step).items()
-                if self._is_available(name, ratio, after)
-            }
-        )
+        shares = self.shares(position.step).items()
+        ratios = normalize_ratios({name: ratio for name, ratio in shares if ratio > 0 and self._left(name, after) > 0})
         if counts.keys() - ratios.keys():  # a source is exhausted: its remainder is dropped
             return replace(after, behind={})
         before = position.behind if position.behind.keys() == ratios.keys() else {}
         behind = {name: before.get(name, ZERO) + ratio * size - counts.get(name, 0) for name, ratio in ratios.items()}
         return replace(after, behind=behind)
-
-    def _is_available(self, name: str, ratio: float | Fraction, position: MixturePosition) -> bool:
-        return ratio > 0 and self._left(name, position, {}) > 0
 
     def check(self, steps: int, count: int) -> None:
         """ConfigError if limited passes will not last for the run."""
@@ -300,7 +255,6 @@ class Mixture(TaskSource):
             self._position_at(steps, count)
 
     def metrics(self, step: int, groups: Sequence[Group] = ()) -> Metrics:
-        """Metrics of the mixture: shares, coverage, rewards and success of each source."""
         position = self._positions.get(step + 1) or self._position_at(step + 1, sum(self._last.values()))
         total, size = sum(position.drawn.values()), sum(self._last.values())
         metrics: Metrics = {}
@@ -339,8 +293,6 @@ def coverage(size: int | None, drawn: int) -> Metrics:
 
 def _with_unique_ids(tasks: Sequence[Task]) -> list[Task]:
     """Unique ids: a batch that is larger than its source contains a task twice."""
-    if len({task.id for task in tasks}) == len(tasks):
-        return list(tasks)
     seen_ids: Counter[str] = Counter()
     out = []
     for task in tasks:
@@ -350,12 +302,7 @@ def _with_unique_ids(tasks: Sequence[Task]) -> list[Task]:
 
 
 def composition(mixture: Mixture, batches: int, size: int) -> dict[str, Any]:
-    """The composition of batches, counted from the drawn tasks (`arborl data mix`).
-
-    Example:
-        composition(mixture, 1000, 16)["sources"]["math"]
-        # {"target": 0.3, "achieved": 0.3, "repeats": 120, "coverage": 1.0, …}
-    """
+    """The composition of batches, counted from the drawn tasks (`arborl data mix`)."""
     drawn: Counter[str] = Counter()
     seen_ids: dict[str, set[str]] = {name: set() for name in mixture.pools}
     wanted = dict.fromkeys(mixture.pools, 0.0)

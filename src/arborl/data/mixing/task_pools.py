@@ -19,7 +19,7 @@ import numpy as np
 
 from arborl.data.reading.row_reader import RowReader, content_hash
 from arborl.data.reading.tables import Row, Table
-from arborl.data.reading.train_splits import EVALUATION_SEED, PromptFilters, Split
+from arborl.data.reading.train_splits import EVALUATION_SEED, PromptFilters, RowNumbers, SelectedRows, Split
 from arborl.data.task_source import env_task, held_out_seed
 from arborl.errors import ConfigError
 from arborl.seeds import derive, generator
@@ -29,19 +29,6 @@ WINDOW = 65_536
 """Rows that are shuffled together."""
 TINY = 16
 """With fewer rows two passes could be equal by chance."""
-
-
-class View(Protocol):
-    """Some rows of a table."""
-
-    sizes: Ints
-    """Number of rows in each block."""
-    runs: Ints
-    """Number of blocks of each run; the blocks of a run are cheap to read in order only."""
-
-    def of(self, block: int) -> Ints:
-        """Row numbers of a block."""
-        ...
 
 
 def permutation(size: int, seed: int, number: int) -> Ints:
@@ -54,20 +41,15 @@ def permutation(size: int, seed: int, number: int) -> Ints:
 
 
 class RowOrder:
-    """The endless stream of the rows of a view.
+    """The endless stream of the rows of a view."""
 
-    Example:
-        RowOrder(view, seed=7).numbers(start=1_000, count=16)      # rows 1,000 to 1,015 of the stream
-    """
-
-    def __init__(self, view: View, seed: int, window: int = WINDOW, shuffle: bool = True):
+    def __init__(self, view: SelectedRows | RowNumbers, seed: int, window: int = WINDOW, shuffle: bool = True):
         self.view, self.seed, self.window, self.shuffle = view, seed, window, shuffle
         self.size = int(view.sizes.sum())
         self._pass: tuple[int, list[Ints], Ints] | None = None
         self._rows: tuple[int, int, Ints] | None = None
 
     def numbers(self, start: int, count: int) -> Ints:
-        """The rows at these positions of the stream."""
         parts: list[Ints] = []
         while count > 0:
             number, at = divmod(start, self.size)
@@ -91,7 +73,6 @@ class RowOrder:
         return self._pass[1], self._pass[2]
 
     def _blocks(self, number: int) -> Ints:
-        """The blocks with rows, their runs shuffled."""
         if not self.shuffle:
             return np.flatnonzero(self.view.sizes > 0)
         runs = self.view.runs
@@ -135,17 +116,7 @@ class TaskPool(Protocol):
 
 
 class RowPool:
-    """Rows of a table.
-
-    Args:
-        table: the rows.
-        reader: reads rows as tasks.
-        split: training and held-out rows.
-        seed: of the run.
-        filters: cuts long prompts.
-        held_out: held-out rows of another table.
-        shuffle: a new order in every pass.
-    """
+    """Rows of a table."""
 
     def __init__(
         self,
@@ -217,12 +188,11 @@ class RowPool:
         """The row as a task; None if it is invalid, which is possible only in tables that were not scanned."""
         try:
             task = self.reader.task(row, "", name, seed)
-            return None if self._too_long(task) else self.filters.cut(task) if self.filters.max_tokens else task
+            return None if self._too_long(task) else self.filters.cut(task)
         except (ConfigError, ValueError):
             return None
 
     def _too_long(self, task: Task) -> bool:
-        """Whether an offline row of a table that was not scanned is too long."""
         late = self.filters.whole is not None and not self.table.whole and self.filters.overlong == "drop"
         return late and self.filters.too_long(task) > 0
 
@@ -264,15 +234,7 @@ class EnvPool:
 
 
 class StreamPool:
-    """Rows of an endless function. Going back restarts it.
-
-    Args:
-        make: returns the rows; receives the seed if it has an argument `seed`.
-        reader: reads rows as tasks.
-        seed: of the run.
-        share: of held-out rows, by a hash of their content.
-        filters: limits on prompts.
-    """
+    """Rows of an endless function. Going back restarts it."""
 
     size: int | None = None
 
@@ -287,6 +249,7 @@ class StreamPool:
         self.name, self.make, self.reader, self.seed = reader.source, make, reader, seed
         self.limit, self.filters = int(share * 2**64), filters or PromptFilters()
         self.counts: Counter[str] = Counter()
+        self._where = f"data.sources.{self.name}.rows"
         self._at, self._stream = 0, self._tasks()
 
     def take(self, start: int, count: int) -> list[Task]:
@@ -307,24 +270,14 @@ class StreamPool:
         yield from self._read(call_rows(self.make, self.seed), held_out=False)
         raise ConfigError(f"{self._where}: the rows ended, though endless is set. Write endless=false.")
 
-    @property
-    def _where(self) -> str:
-        return f"data.sources.{self.name}.rows"
-
     def _read(self, rows: Iterable[Row], held_out: bool) -> Iterator[Task]:
-        """The training or held-out tasks within the limits."""
         for number, row in enumerate(rows, 1):
             if (content_hash(row) < self.limit) is not held_out:
                 continue
             where = f"{self._where}, row {number}"
             task = self.reader.task(row, where)
-            if tokens := self.filters.too_long(task):
-                if self.filters.overlong == "refuse":
-                    raise ConfigError(f"{where}: the prompt has {tokens} tokens. Raise max_prompt_tokens.")
-                self.counts["cut" if self.filters.overlong == "cut" else "overlong"] += 1
-                if self.filters.overlong == "drop":
-                    continue
-            yield self.filters.cut(task)
+            if not self.filters.drops(task, where, self.counts):
+                yield self.filters.cut(task)
 
 
 def call_rows(make: Callable[..., Iterable[Row]], seed: int) -> Iterator[Row]:

@@ -10,16 +10,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from arborl.chat import messages as chat
-from arborl.chat.messages import read_tools
+from arborl.chat.messages import read_messages, read_tools
 from arborl.data.reading.tables import get_path
 from arborl.errors import ConfigError, did_you_mean
 from arborl.types import Message, Task, ToolSpec
 
+Messages = tuple[Message, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
-    """Reads rows as tasks."""
+    """Reads rows as tasks. Formats: verl (`prompt`, `reward_model.ground_truth`, `extra_info`), AgentFly (`question`,
+    `answer`), OpenAI (`messages`)."""
 
     source: str
     """Name of the source."""
@@ -29,19 +31,11 @@ class RowReader:
     """Further names for columns; dots select nested values."""
 
     def task(self, row: Mapping[str, Any], where: str, name: str | None = None, seed: int = 0) -> Task:
-        """One row as a task.
-
-        Formats: verl (`prompt`, `reward_model.ground_truth`, `extra_info`), AgentFly (`question`, `answer`), OpenAI.
+        """One row as a task; all columns become fields.
 
         Args:
-            row: the columns; all of them become fields.
             where: file and row, for errors.
             name: id of the task if the row has none; by default a hash of the content.
-            seed: of the task.
-
-        Example:
-            Reader("train").task({"question": "6*7?", "answer": "42"}, "train.json, row 1").messages
-            # (Message("user", "6*7?"),)
         """
         columns = self.columns(row, where)
         task_id = columns["id"] if "id" in self.fields else row.get("id")
@@ -58,39 +52,35 @@ class RowReader:
         )
 
     def columns(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """The columns, the configured fields, verl's ground truth and extra information."""
         columns = dict(row)
         if "reward_model" in row and (truth := get_path(row, "reward_model.ground_truth")) is not None:
             columns.setdefault("answer", truth)
         if isinstance(extra := row.get("extra_info"), dict):
             columns = extra | columns
         for key, path in self.fields.items():
-            value = get_path(row, path)
-            if value is None:
-                raise ConfigError(
-                    f"{where}: no column {path!r} for fields.{key}.{did_you_mean(path, row)} "
-                    f"It columns: {', '.join(map(str, row))}."
-                )
-            columns[key] = value
+            columns[key] = get_path(row, path)
+            if columns[key] is None:
+                raise ConfigError(f"{where}: no column {path!r} for fields.{key}.{_known_columns(path, row)}")
         return columns
 
-    def messages(self, row: Mapping[str, Any], columns: Mapping[str, Any], where: str) -> tuple[Message, ...]:
+    def messages(self, row: Mapping[str, Any], columns: Mapping[str, Any], where: str) -> Messages:
         """The prompt: `messages`, else the column of the question, else `prompt`."""
         value = columns["messages"] if "messages" in self.fields else row.get("messages")
         if value is not None:
             return messages_of_cell(value, where)
-        column = self.question
-        if column == "question" and row.get("prompt") is not None:
-            column = "prompt"
+        column = "prompt" if self.question == "question" and row.get("prompt") is not None else self.question
         value = get_path(row, column)
         if isinstance(value, list):
             return messages_of_cell(value, where, column)
-        return (Message("user", _question(row, value, column, where)),)
+        if value is None and column not in row:
+            hint = " Write data.question=COLUMN, or give a column 'messages'."
+            raise ConfigError(f"{where}: no column {column!r}.{_known_columns(column, row)}{hint}")
+        return (Message("user", _text(value, f"{where}, {column}")),)
 
 
-def read_task(row: Mapping[str, Any], question: str, where: str, source: str) -> Task:
-    """One row as a task; see `RowReader`."""
-    return RowReader(source, question).task(row, where)
+def _known_columns(name: str, row: Mapping[str, Any]) -> str:
+    names = [str(one) for one in row]
+    return f"{did_you_mean(name, names)} It has: {', '.join(names)}."
 
 
 def content_hash(row: Mapping[str, Any]) -> int:
@@ -100,31 +90,38 @@ def content_hash(row: Mapping[str, Any]) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
-def messages_of_cell(value: Any, where: str, column: str = "messages") -> tuple[Message, ...]:
+def messages_of_cell(value: Any, where: str, column: str = "messages") -> Messages:
     """Messages in OpenAI's format, or as JSON text (a CSV cell)."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ConfigError(f"{where}, {column}: not valid JSON: {error}") from error
-    if not isinstance(value, list) or not value:
-        raise ConfigError(f'{where}, {column}: not a list of messages. Write [{{"role": "user", "content": "…"}}].')
     try:
-        return chat.read_messages(value, f"{where}, {column}")
+        return read_messages(_listed(value, where, column), f"{where}, {column}")
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
-def _question(row: Mapping[str, Any], text: Any, column: str, where: str) -> str:
-    if text is None and column not in row:
+def _listed(value: Any, where: str, column: str) -> list[Any]:
+    value = _parsed(value, where, column)
+    if not isinstance(value, list) or not value:
+        kind = type(value).__name__
         raise ConfigError(
-            f"{where}: no column {column!r}.{did_you_mean(column, row)} "
-            f"It columns: {', '.join(map(str, row))}. Write data.question=COLUMN, or give a column 'messages'."
+            f'{where}, {column}: {kind}, not a list of messages. Write [{{"role": "user", "content": "…"}}].'
         )
+    return value
+
+
+def _parsed(value: Any, where: str, column: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ConfigError(f"{where}, {column}: not valid JSON: {error}") from error
+
+
+def _text(text: Any, where: str) -> str:
     if not isinstance(text, str):
-        raise ConfigError(f"{where}, {column}: {type(text).__name__}, not text.")
+        raise ConfigError(f"{where}: {type(text).__name__}, not text.")
     if not text.strip():
-        raise ConfigError(f"{where}, {column}: empty. Fill it, or drop the row.")
+        raise ConfigError(f"{where}: empty. Fill it, or drop the row.")
     return text
 
 
@@ -132,24 +129,35 @@ def _question(row: Mapping[str, Any], text: Any, column: str, where: str) -> str
 
 RowKind = Literal["transcripts", "pairs", "labels"]
 """`sft` needs transcripts, `dpo` and `ipo` pairs, `kto` labels."""
-COLUMNS: dict[str, str] = {
-    "transcripts": 'messages (OpenAI\'s shape), or prompt and completion; for example {"messages": [{"role": "user", '
-    '"content": "6*7?"}, {"role": "assistant", "content": "42"}]}',
-    "pairs": 'prompt, chosen and rejected; for example {"prompt": "6*7?", "chosen": "42", "rejected": "41"}',
-    "labels": 'prompt, completion and label; for example {"prompt": "6*7?", "completion": "42", "label": true}',
+COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
+    "transcripts": (
+        ("messages",),
+        'messages (OpenAI\'s shape), or prompt and completion; for example {"messages": [{"role": "user", '
+        '"content": "6*7?"}, {"role": "assistant", "content": "42"}]}',
+    ),
+    "pairs": (
+        ("prompt", "chosen", "rejected"),
+        'prompt, chosen and rejected; for example {"prompt": "6*7?", "chosen": "42", "rejected": "41"}',
+    ),
+    "labels": (
+        ("prompt", "completion", "label"),
+        'prompt, completion and label; for example {"prompt": "6*7?", "completion": "42", "label": true}',
+    ),
 }
+"""Kind -> columns, and how to write them."""
 PAIR_COLUMNS = ("chosen", "rejected")
 CONVERSATION_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "label", "tools", "weight")
 """Columns of the conversation; they do not become fields of the task."""
 THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message for its thinking."""
+LABELS = {"true": 1.0, "1": 1.0, "false": 0.0, "0": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineResponse:
     """Messages after the prompt."""
 
-    messages: tuple[Message, ...]
+    messages: Messages
     """From the first assistant message on."""
     trained: tuple[bool, ...]
     """Whether each message is trained on; only assistant messages can be."""
@@ -173,37 +181,38 @@ class OfflineRowReader(RowReader):
 
     def task(self, row: Mapping[str, Any], where: str, name: str | None = None, seed: int = 0) -> OfflineTask:
         plain = RowReader.task(self, row, where, name, seed)
-        _, responses, tools, weight = self._read(plain.fields, where)
+        _, responses = self._read(plain.fields, where)
         known = {field.name: getattr(plain, field.name) for field in fields(Task)}
         known["fields"] = {key: value for key, value in plain.fields.items() if key not in CONVERSATION_COLUMNS}
+        tools, weight = _tools(plain.fields.get("tools"), where), _weight(plain.fields.get("weight"), where)
         return OfflineTask(**known, responses=responses, tools=tools, weight=weight)
 
-    def messages(self, row: Mapping[str, Any], columns: Mapping[str, Any], where: str) -> tuple[Message, ...]:
-        """The prompt."""
+    def messages(self, row: Mapping[str, Any], columns: Mapping[str, Any], where: str) -> Messages:
         return self._read(columns, where)[0]
 
-    def _read(
-        self, columns: Mapping[str, Any], where: str
-    ) -> tuple[tuple[Message, ...], tuple[OfflineResponse, ...], tuple[ToolSpec, ...], float]:
-        """Prompt, responses, tools and weight."""
+    def _read(self, columns: Mapping[str, Any], where: str) -> tuple[Messages, tuple[OfflineResponse, ...]]:
         if self.kind == "pairs":
-            prompt, responses = self._pair(columns, where)
-        elif columns.get("completion") is not None:
+            return self._pair(columns, where)
+        if columns.get("completion") is not None:
             prompt, response = self._completion(columns, "completion", where)
-            responses = (response,)
         elif columns.get("messages") is not None:
             prompt, response = _transcript(columns["messages"], where)
-            responses = (response,)
         else:
             raise self._wrong_columns(columns, where)
         if self.kind == "labels":
-            responses = (replace(responses[0], score=_label(columns, where)),)
-        return prompt, responses, _tools(columns.get("tools"), where), _weight(columns.get("weight"), where)
+            score = LABELS.get(str(columns.get("label")).lower().removesuffix(".0"))
+            if score is None:
+                given = f"{where}, label: {columns.get('label')!r}"
+                raise ConfigError(f"{given}. Write true where the completion is good, else false.")
+            response = replace(response, score=score)
+        return prompt, (response,)
 
-    def _pair(self, columns: Mapping[str, Any], where: str) -> tuple[tuple[Message, ...], tuple[OfflineResponse, ...]]:
+    def _pair(self, columns: Mapping[str, Any], where: str) -> tuple[Messages, tuple[OfflineResponse, ...]]:
         if columns.get("chosen") is None or columns.get("rejected") is None:
             raise self._wrong_columns(columns, where)
-        if _is_whole(columns["chosen"]):
+        first = _unpacked(columns["chosen"])
+        first = first[0] if isinstance(first, list) and first else None
+        if isinstance(first, Mapping) and first.get("role") in ("system", "user"):
             prompt, better, worse = _shared_prompt(columns, where)
         else:
             prompt, better = self._completion(columns, "chosen", where)
@@ -212,46 +221,38 @@ class OfflineRowReader(RowReader):
             raise ConfigError(f"{where}: chosen and rejected are equal. Change one, or drop the row.")
         return prompt, (better, replace(worse, score=0.0))
 
-    def _prompt(self, columns: Mapping[str, Any]) -> Any:
-        return get_path(columns, "prompt" if self.question == "question" else self.question)
-
-    def _completion(
-        self, columns: Mapping[str, Any], column: str, where: str
-    ) -> tuple[tuple[Message, ...], OfflineResponse]:
+    def _completion(self, columns: Mapping[str, Any], column: str, where: str) -> tuple[Messages, OfflineResponse]:
         """A prompt and its completion, each as text or as messages."""
-        prompt_value, completion = self._prompt(columns), columns[column]
-        if prompt_value is None:
+        given = _unpacked(get_path(columns, "prompt" if self.question == "question" else self.question))
+        if given is None:
             raise self._wrong_columns(columns, where)
-        prompt_value, completion = _unpacked(prompt_value), _unpacked(completion)
-        if isinstance(prompt_value, str):
-            prompt: tuple[Message, ...] = (Message("user", _text(prompt_value, f"{where}, prompt")),)
+        if isinstance(given, str):
+            prompt: Messages = (Message("user", _text(given, f"{where}, prompt")),)
         else:
-            prompt = messages_of_cell(prompt_value, where, "prompt")
+            prompt = messages_of_cell(given, where, "prompt")
         if prompt[-1].role == "assistant":
             raise ConfigError(
                 f"{where}, prompt: ends with an assistant message. "
                 f"End it with a user or tool message, and move the assistant message to {column}."
             )
+        completion = _unpacked(columns[column])
         if isinstance(completion, str):
             return prompt, OfflineResponse((Message("assistant", _text(completion, f"{where}, {column}")),), (True,))
         completion = _listed(completion, where, column)
-        if completion and isinstance(completion[0], Mapping) and completion[0].get("role") != "assistant":
+        role = completion[0].get("role") if isinstance(completion[0], Mapping) else "assistant"
+        if role != "assistant":
             raise ConfigError(
-                f"{where}, {column}: begins with a message of role {completion[0].get('role')!r}. Let it "
+                f"{where}, {column}: begins with a message of role {role!r}. Let it "
                 'begin with {"role": "assistant", …}.'
             )
         return prompt, _response(completion, where, column)
 
     def _wrong_columns(self, columns: Mapping[str, Any], where: str) -> ConfigError:
-        wants = {"transcripts": ("messages",), "pairs": ("prompt", "chosen", "rejected")}
-        missing = [
-            name for name in wants.get(self.kind, ("prompt", "completion", "label")) if columns.get(name) is None
-        ]
-        name = missing[0] if missing else "prompt"
-        near = did_you_mean(name, [str(one) for one in columns])
+        wanted, how = COLUMNS[self.kind]
+        name = next((name for name in wanted if columns.get(name) is None), "prompt")
         return ConfigError(
-            f"{where}: no column {name!r}.{near} It columns: {', '.join(map(str, columns))}. Write the columns "
-            f"{COLUMNS[self.kind]}. Or say which they are: data.fields={{{name}: COLUMN}}."
+            f"{where}: no column {name!r}.{_known_columns(name, columns)} Write the columns {how}. "
+            f"Or say which they are: data.fields={{{name}: COLUMN}}."
         )
 
 
@@ -265,21 +266,13 @@ def _unpacked(value: Any) -> Any:
     return value
 
 
-def _is_whole(value: Any) -> bool:
-    """Whether one response of a pair is a whole conversation."""
-    value = _unpacked(value)
-    first = value[0] if isinstance(value, list) and value else None
-    return isinstance(first, Mapping) and first.get("role") in ("system", "user")
-
-
-def _shared_prompt(
-    columns: Mapping[str, Any], where: str
-) -> tuple[tuple[Message, ...], OfflineResponse, OfflineResponse]:
+def _shared_prompt(columns: Mapping[str, Any], where: str) -> tuple[Messages, OfflineResponse, OfflineResponse]:
     """Two whole conversations: the prompt is their common beginning, up to the first different assistant message."""
-    value = [_listed(columns[column], where, column) for column in PAIR_COLUMNS]
-    read = [messages_of_cell(one, where, column) for one, column in zip(value, PAIR_COLUMNS, strict=True)]
-    common = next((i for i, (one, other) in enumerate(zip(*read, strict=False)) if one != other), min(map(len, read)))
-    while common and (common == min(map(len, read)) or read[0][common].role != "assistant"):
+    values = [_listed(columns[column], where, column) for column in PAIR_COLUMNS]
+    read = [messages_of_cell(one, where, column) for one, column in zip(values, PAIR_COLUMNS, strict=True)]
+    shortest = min(map(len, read))
+    common = next((i for i, (one, other) in enumerate(zip(*read, strict=False)) if one != other), shortest)
+    while common and (common == shortest or read[0][common].role != "assistant"):
         common -= 1
     if not common or read[1][common].role != "assistant":
         raise ConfigError(
@@ -287,12 +280,12 @@ def _shared_prompt(
             "the assistant's. Write the common messages as prompt, and the replies as chosen and rejected."
         )
     better, worse = (
-        _response(one[common:], where, column, common) for one, column in zip(value, PAIR_COLUMNS, strict=True)
+        _response(one[common:], where, column, common) for one, column in zip(values, PAIR_COLUMNS, strict=True)
     )
     return read[0][:common], better, worse
 
 
-def _transcript(value: Any, where: str) -> tuple[tuple[Message, ...], OfflineResponse]:
+def _transcript(value: Any, where: str) -> tuple[Messages, OfflineResponse]:
     """A conversation; the prompt ends before the first assistant message."""
     value = _listed(value, where, "messages")
     read = messages_of_cell(value, where)
@@ -309,36 +302,31 @@ def _transcript(value: Any, where: str) -> tuple[tuple[Message, ...], OfflineRes
     return read[:begin], _response(value[begin:], where, "messages", begin)
 
 
-def _response(value: Sequence[Any], where: str, column: str, offset: int = 0) -> OfflineResponse:
-    read = messages_of_cell(list(value), where, column)
-    trained = tuple(
-        message.role == "assistant" and _flag(one, f"{where}, {column}[{offset + i}]")
-        for i, (message, one) in enumerate(zip(read, value, strict=True))
-    )
-    messages = tuple(
-        _with_thinking(message, one) if message.role == "assistant" else message
-        for message, one in zip(read, value, strict=True)
-    )
-    for i, (message, learned) in enumerate(zip(messages, trained, strict=True)):
-        if learned and not message.content.strip() and not message.tool_calls:
-            raise ConfigError(
-                f'{where}, {column}[{offset + i}]: the assistant message is empty. Fill it, write "train": false, or '
-                "drop the row."
-            )
+def _response(values: Sequence[Any], where: str, column: str, offset: int = 0) -> OfflineResponse:
+    messages, trained = [], []
+    read = messages_of_cell(list(values), where, column)
+    for i, (message, value) in enumerate(zip(read, values, strict=True)):
+        at, is_trained = f"{where}, {column}[{offset + i}]", message.role == "assistant"
+        if is_trained:
+            is_trained, message = _flag(value, at), _with_thinking(message, value)
+        if is_trained and not message.content.strip() and not message.tool_calls:
+            fix = 'Fill it, write "train": false, or drop the row.'
+            raise ConfigError(f"{at}: the assistant message is empty. {fix}")
+        messages.append(message)
+        trained.append(is_trained)
     if not any(trained):
         raise ConfigError(
             f"{where}, {column}: nothing is trained on: there is no assistant message, or all have "
             '"train": false. Add one, or drop the row.'
         )
-    return OfflineResponse(messages, trained)
+    return OfflineResponse(tuple(messages), tuple(trained))
 
 
 def _flag(message: Any, where: str) -> bool:
     """Whether a message is trained on: `train`, `loss_mask`, or `weight` (OpenAI)."""
-    if not isinstance(message, Mapping):
-        return True
+    known = message if isinstance(message, Mapping) else {}
     for key in ("train", "loss_mask", "weight"):
-        value = message.get(key)
+        value = known.get(key)
         if value is not None:
             if value not in (0, 1):
                 raise ConfigError(f"{where}.{key}: {value!r}. Write true or false.")
@@ -348,69 +336,27 @@ def _flag(message: Any, where: str) -> bool:
 
 def _with_thinking(message: Message, value: Any) -> Message:
     """Thinking from a separate key is put before the content, as models write it."""
-    thought = (
-        next((value[key] for key in THINKING_KEYS if value.get(key)), None) if isinstance(value, Mapping) else None
-    )
+    known = value if isinstance(value, Mapping) else {}
+    thought = next((known[key] for key in THINKING_KEYS if known.get(key)), None)
     if not isinstance(thought, str) or "<think>" in message.content:
         return message
     return replace(message, content=f"<think>\n{thought.strip()}\n</think>\n\n{message.content}")
 
 
-def _listed(value: Any, where: str, column: str) -> list[Any]:
-    """Messages as a list; JSON text is parsed."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ConfigError(f"{where}, {column}: not valid JSON: {error}") from error
-    if not isinstance(value, list) or not value:
-        raise ConfigError(
-            f"{where}, {column}: {type(value).__name__}, not a list of messages. Write "
-            '[{"role": "assistant", "content": "…"}].'
-        )
-    return value
-
-
-def _text(text: str, where: str) -> str:
-    if not text.strip():
-        raise ConfigError(f"{where}: empty. Fill it, or drop the row.")
-    return text
-
-
 def _tools(value: Any, where: str) -> tuple[ToolSpec, ...]:
     if value in (None, "", []):
         return ()
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ConfigError(f"{where}, tools: not valid JSON: {error}") from error
     try:
-        return read_tools(value, f"{where}, tools")
+        return read_tools(_parsed(value, where, "tools"), f"{where}, tools")
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
 def _weight(value: Any, where: str) -> float:
-    if value is None:
-        return 1.0
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ConfigError(f"{where}, weight: {type(value).__name__}, not a number.")
-    try:
-        weight = float(value)
-    except ValueError:
-        weight = math.nan
+    weight = math.nan
+    if isinstance(value, int | float | str | None) and not isinstance(value, bool):
+        with suppress(ValueError):
+            weight = 1.0 if value is None else float(value)
     if not (math.isfinite(weight) and weight > 0):
         raise ConfigError(f"{where}, weight: {value!r}. Write a number above 0, or drop the row.")
     return weight
-
-
-LABELS = {"true": 1.0, "1": 1.0, "false": 0.0, "0": 0.0}
-
-
-def _label(columns: Mapping[str, Any], where: str) -> float:
-    value = columns.get("label")
-    parsed = LABELS.get(str(value).lower().removesuffix(".0"))
-    if parsed is None:
-        raise ConfigError(f"{where}, label: {value!r}. Write true where the completion is good, else false.")
-    return parsed

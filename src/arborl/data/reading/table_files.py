@@ -22,11 +22,7 @@ MEMORY_UNPACKED = 4 * MEMORY_BYTES
 
 
 def open_table(path: Path) -> Table:
-    """The rows of a file, or of all files in a folder.
-
-    Example:
-        open_table(Path("train.parquet")).rows([0, 7])
-    """
+    """The rows of a file, or of all files in a folder."""
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in READERS)
         if not files:
@@ -47,17 +43,12 @@ def open_tables(paths: Sequence[Path]) -> Table:
 
 
 def files_as_one(files: list[Path], where: str) -> Table:
-    """Several files as one table."""
     tables = [open_table(file) for file in files]
     return tables[0] if len(tables) == 1 else ConcatenatedTable(tables, where)
 
 
 def read_rows(path: Path) -> list[tuple[str, Row]]:
-    """All rows with their names for errors (`row 3`, from 1; `line 3` in JSONL).
-
-    Example:
-        read_rows(Path("train.jsonl"))      # [("line 1", {"question": "6*7?", "answer": "42"}), …]
-    """
+    """All rows with their names for errors (`row 3`, from 1; `line 3` in JSONL)."""
     read = READERS.get(path.suffix.lower())
     if read is None:
         raise ConfigError(f"{path}: unknown file format {path.suffix!r}. Give one of {', '.join(READERS)}.")

@@ -9,7 +9,9 @@ from __future__ import annotations
 import mmap
 from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,115 +30,6 @@ MOST_VALUES = 2**22
 """List values of a column chunk that are accepted whatever its size on disk."""
 TIMES = 1000
 """Largest compression ratio beyond that; real data does not reach it."""
-
-
-class ParquetReader:
-    """Reads the row groups of one file within bounds.
-
-    Args:
-        data: bytes of the file.
-        where: name of the file, for errors.
-    """
-
-    def __init__(self, data: mmap.mmap | bytes, where: str):
-        self.where, self._data = where, data
-        self.file = self._open()
-        self._longest: dict[int, int] = {}
-        self._check_footer()
-
-    def _open(self, read_dictionary: Sequence[str] | None = None) -> Any:
-        import pyarrow
-        import pyarrow.parquet  # type: ignore[import-untyped]
-
-        source = pyarrow.BufferReader(pyarrow.py_buffer(self._data))
-        return pyarrow.parquet.ParquetFile(
-            source, pre_buffer=False, buffer_size=2**20, read_dictionary=list(read_dictionary or ())
-        )
-
-    def _columns(self, group: int) -> Iterator[tuple[Any, bool]]:
-        """Metadata of each column of a row group, and whether it is inside a list."""
-        footer, schema = self.file.metadata, self.file.schema
-        for index in range(footer.num_columns):
-            yield footer.row_group(group).column(index), schema.column(index).max_repetition_level > 0
-
-    def _check_footer(self) -> None:
-        for group in range(self.file.metadata.num_row_groups):
-            for column, in_list in self._columns(group):
-                packed = max(column.total_compressed_size, 1)
-                if column.total_uncompressed_size > max(MOST_UNPACKED, TIMES * packed):
-                    raise self._refused(group, column, f"{column.total_uncompressed_size:,} bytes", packed)
-                if in_list and column.num_values > max(MOST_VALUES, TIMES * packed):
-                    raise self._refused(group, column, f"{column.num_values:,} values", packed)
-
-    def _refused(self, group: int, column: Any, what: str, packed: int) -> ConfigError:
-        return ConfigError(
-            f"{self.where}, row group {group + 1}: column {column.path_in_schema!r} is {what} in {packed:,} bytes, "
-            "which is not plausible. Write the file again, or without the column."
-        )
-
-    def stream(self, group: int, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
-        """The row group as tables of `rows` rows each; the last may have fewer."""
-        import pyarrow
-
-        pending: list[Any] = []
-        count = size = 0
-        for batch in self._batches(group, rows, columns):
-            pending.append(batch)
-            count, size = count + batch.num_rows, size + unpacked_size(batch)
-            if size > MOST_TOGETHER and count > 1:
-                raise ConfigError(
-                    f"{self.where}, row group {group + 1}: {count:,} rows unpack to {size:,} bytes. Write the file "
-                    "with shorter rows."
-                )
-            while count >= rows:
-                whole = pyarrow.Table.from_batches(pending)
-                yield whole.slice(0, rows)
-                rest = whole.slice(rows)
-                pending, count, size = rest.to_batches(), rest.num_rows, unpacked_size(rest)
-        if count:
-            yield pyarrow.Table.from_batches(pending)
-
-    def _batches(self, group: int, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
-        """Batches of a row group, small enough for the longest values."""
-        at_once = max(1, min(rows, MOST_AT_ONCE // max(self.longest(group), 1)))
-        yield from self.file.iter_batches(batch_size=at_once, row_groups=[group], columns=columns, use_threads=False)
-
-    def longest(self, group: int) -> int:
-        """Bytes of a row with the longest dictionary value in every column."""
-        if group not in self._longest:
-            self._longest[group] = self._find_longest(group)
-        return self._longest[group]
-
-    def _find_longest(self, group: int) -> int:
-        known = {column.path_in_schema: (column, in_list) for column, in_list in self._columns(group)}
-        names = [
-            name
-            for name, (column, _) in known.items()
-            if column.physical_type == "BYTE_ARRAY" and column.has_dictionary_page
-        ]
-        if not names:
-            return 0
-        file, total = self._open(names), 0
-        for name in names:
-            batch = next(file.iter_batches(batch_size=1, row_groups=[group], columns=[name], use_threads=False), None)
-            result = max((longest_in(array) for array in batch.columns), default=0) if batch is not None else 0
-            column, in_list = known[name]
-            whole = column.num_values * result
-            packed = max(column.total_compressed_size, 1)
-            if in_list and whole > MOST_TOGETHER + 10 * TIMES * packed:
-                raise self._refused(group, column, f"{column.num_values:,} values of up to {result:,} bytes", packed)
-            total += result
-        return total
-
-    def unpacked_within(self, most: int) -> bool:
-        """Whether the decoded size of all rows is at most `most` bytes; stops when it is exceeded."""
-        total = 0
-        for group in range(self.file.metadata.num_row_groups):
-            for batch in self._batches(group, 1024):
-                total += unpacked_size(batch)
-                if total > most:
-                    return False
-        return True
 
 
 def unpacked_size(table: Any) -> int:
@@ -170,7 +63,6 @@ def longest_in(array: Any) -> int:
 
 
 def _inner(array: Any) -> list[Any]:
-    """Child arrays of a nested array."""
     import pyarrow
 
     kind = array.type
@@ -209,14 +101,11 @@ class ColumnValues:
 
     @classmethod
     def of(cls, values: Iterable[Any]) -> ColumnValues:
-        labels = cls()
-        index = labels._index
-        names = (None if value is None else str(value) for value in values)
-        labels._parts.append(np.array([index.setdefault(name, len(index)) for name in names], np.int32))
+        labels, values = cls(), list(values)
+        labels.add(values, np.arange(len(values)))
         return labels
 
     def add(self, names: Sequence[Any], codes: np.ndarray) -> None:
-        """Add rows as codes into `names`."""
         index = self._index
         texts = (None if name is None else str(name) for name in names)
         self._parts.append(np.array([index.setdefault(name, len(index)) for name in texts], np.int32)[codes])
@@ -230,11 +119,9 @@ class ColumnValues:
         return np.concatenate(self._parts) if self._parts else np.empty(0, np.int32)
 
     def count(self) -> Counter[str | None]:
-        """Number of rows of each value."""
         return Counter(dict(zip(self.names, np.bincount(self.codes, minlength=len(self.names)).tolist(), strict=True)))
 
     def rows_of(self, name: str) -> Ints:
-        """Numbers of the rows with this value."""
         return np.flatnonzero(self.codes == self._index.get(name, -1))
 
 
@@ -289,7 +176,7 @@ class ListTable:
 
 
 class ParquetTable:
-    """A Parquet file, memory-mapped and decoded block by block; recently used blocks are cached.
+    """A Parquet file, memory-mapped and decoded block by block within bounds; recently used blocks are cached.
 
     A row group is decoded from its beginning. A larger one is decoded as a stream, so its blocks are a run: reading
     them in order decodes each once.
@@ -304,15 +191,16 @@ class ParquetTable:
 
     def __init__(self, path: Path, block: int = BLOCK, budget: int = BUDGET):
         self.path, self.where = path, str(path)
-        with _parquet_errors(str(path)):
+        self._longest: dict[int, int] = {}
+        with self._errors():
             self._map = _mapped(path)
-            self._reader = ParquetReader(self._map, self.where)
-            self.file = self._reader.file
+            self.file = self._open()
+            footer = self.file.metadata
+            self.groups = range(footer.num_row_groups)
+            self._check_footer()
         check_column_names(self.file.schema_arrow.names, self.where)
-        footer = self.file.metadata
-        groups = [footer.row_group(index).num_rows for index in range(footer.num_row_groups)]
         self.block = self._fitting(block, budget)
-        cuts = [_cut(rows, self.block) for rows in groups]
+        cuts = [_cut(footer.row_group(group).num_rows, self.block) for group in self.groups]
         self.sizes = np.array([size for cut in cuts for size in cut], np.int64)
         self.runs = np.array([len(cut) for cut in cuts], np.int64)
         self._home = [(group, part) for group, cut in enumerate(cuts) for part in range(len(cut))]
@@ -322,79 +210,173 @@ class ParquetTable:
         self._kept: OrderedDict[int, Any] = OrderedDict()
         self._stream: tuple[int, int, Iterator[Any]] | None = None
 
-    def _fitting(self, block: int, budget: int) -> int:
-        """Halve the block until a window, estimated from a few decoded rows, fits the budget."""
-        with _parquet_errors(self.where):
-            groups = range(self.file.metadata.num_row_groups)
-            sample = next((table for group in groups for table in self._reader.stream(group, 64)), None)
-        width = max(unpacked_size(sample) / max(sample.num_rows, 1), 1.0) if sample is not None else 1.0
-        while block > 1 and 4 * RECENT * block * width > budget:
-            block //= 2
-        return block
+    def _open(self, read_dictionary: Sequence[str] = ()) -> Any:
+        import pyarrow
+        import pyarrow.parquet  # type: ignore[import-untyped]
+
+        source = pyarrow.BufferReader(pyarrow.py_buffer(self._map))
+        return pyarrow.parquet.ParquetFile(
+            source, pre_buffer=False, buffer_size=2**20, read_dictionary=list(read_dictionary)
+        )
+
+    @contextmanager
+    def _errors(self, more: str = "") -> Iterator[None]:
+        """Turns errors of Arrow into a ConfigError with the name of the file."""
+        import pyarrow
+
+        try:
+            yield
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError, LookupError) as error:
+            raise ConfigError(f"{self.where}{more}: not a valid Parquet file: {error}") from error
+
+    # -------------------------------------------------------------------------------------------- rows
 
     def each(self) -> Iterator[Row]:
-        """Every row, in order."""
-        with _parquet_errors(self.where):
-            for group in range(self.file.metadata.num_row_groups):
-                for table in self._reader.stream(group, self.block):
+        with self._errors():
+            for group in self.groups:
+                for table in self._tables(group, self.block):
                     yield from as_rows(table)
 
-    def unpacked_within(self, most: int) -> bool:
-        """Whether the decoded size of all rows is at most `most` bytes."""
-        with _parquet_errors(self.where):
-            return self._reader.unpacked_within(most)
-
     def rows(self, numbers: Sequence[int] | Ints) -> list[Row]:
-        requested = np.asarray(numbers, np.int64)
-        blocks = np.searchsorted(self._starts, requested, side="right") - 1
-        out: list[Row] = [{}] * len(requested)
-        for block in np.unique(blocks):
-            at = np.flatnonzero(blocks == block)
-            with _parquet_errors(self.where):
-                result = as_rows(self._read(int(block)).take(requested[at] - self._starts[block]))
-                for place, row in zip(at.tolist(), result, strict=True):
-                    out[place] = row
-        return out
+        def read(block: int, places: Ints) -> Iterable[Row]:
+            with self._errors():
+                return list(as_rows(self._read(block).take(places)))
+
+        return _gather(numbers, self._starts, read)
 
     def place(self, number: int) -> str:
         return f"row {number + 1}"
 
     def labels(self, column: str) -> ColumnValues:
-        """The values of one column; only that column is read."""
         if column not in self.file.schema_arrow.names:
             return ColumnValues.of([None] * int(self.sizes.sum()))
         labels = ColumnValues()
-        with _parquet_errors(self.where):
-            for group in range(self.file.metadata.num_row_groups):
-                for table in self._reader.stream(group, BLOCK, [column]):
+        with self._errors():
+            for group in self.groups:
+                for table in self._tables(group, BLOCK, [column]):
                     encoded = table.column(0).combine_chunks().dictionary_encode("encode")
                     labels.add(encoded.dictionary.to_pylist(), np.asarray(encoded.indices))
                     _forget(self._map)
         return labels
 
     def _read(self, block: int) -> Any:
-        """A decoded block, from the cache if possible."""
+        """A decoded block, from the cache, or from the stream of its row group, continued where it stopped."""
         if block not in self._kept:
-            self._kept[block] = self._decode(block)
+            group, part = self._home[block]
+            with self._errors(f", row group {group + 1}"):
+                if self._stream is None or self._stream[0] != group or self._stream[1] > part:
+                    self._stream = group, 0, self._tables(group, self.block)
+                _, at, tables = self._stream
+                for _ in range(at, part):
+                    next(tables)
+                self._kept[block] = next(tables)
+                self._stream = group, part + 1, tables
             _forget(self._map)
-            most = RECENT * self.window
-            while len(self._kept) > 1 and sum(self.sizes[b] for b in self._kept) > most:
+            while len(self._kept) > 1 and sum(self.sizes[b] for b in self._kept) > RECENT * self.window:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(block)
         return self._kept[block]
 
-    def _decode(self, block: int) -> Any:
-        """Decode a block from the stream of its row group, continued where it stopped."""
-        group, part = self._home[block]
-        with _parquet_errors(f"{self.where}, row group {group + 1}"):
-            if self._stream is None or self._stream[0] != group or self._stream[1] > part:
-                self._stream = group, 0, self._reader.stream(group, self.block)
-            _, at, tables = self._stream
-            for _ in range(at, part):
-                next(tables)
-            result = next(tables)
-            self._stream = group, part + 1, tables
-            return result
+    # -------------------------------------------------------------------------------------------- bounds
+
+    def _columns(self, group: int) -> Iterator[tuple[Any, bool]]:
+        footer, schema = self.file.metadata, self.file.schema
+        for index in range(footer.num_columns):
+            yield footer.row_group(group).column(index), schema.column(index).max_repetition_level > 0
+
+    def _check_footer(self) -> None:
+        for group in self.groups:
+            for column, in_list in self._columns(group):
+                packed = max(column.total_compressed_size, 1)
+                if column.total_uncompressed_size > max(MOST_UNPACKED, TIMES * packed):
+                    raise self._refused(group, column, f"{column.total_uncompressed_size:,} bytes")
+                if in_list and column.num_values > max(MOST_VALUES, TIMES * packed):
+                    raise self._refused(group, column, f"{column.num_values:,} values")
+
+    def _refused(self, group: int, column: Any, what: str) -> ConfigError:
+        return ConfigError(
+            f"{self.where}, row group {group + 1}: column {column.path_in_schema!r} is {what} in "
+            f"{max(column.total_compressed_size, 1):,} bytes, which is not plausible. Write the file again, or without "
+            "the column."
+        )
+
+    def _fitting(self, block: int, budget: int) -> int:
+        """Halve the block until a window, estimated from a few decoded rows, fits the budget."""
+        with self._errors():
+            sample = next((table for group in self.groups for table in self._tables(group, 64)), None)
+        width = max(unpacked_size(sample) / max(sample.num_rows, 1), 1.0) if sample is not None else 1.0
+        while block > 1 and 4 * RECENT * block * width > budget:
+            block //= 2
+        return block
+
+    def unpacked_within(self, most: int) -> bool:
+        """Whether the decoded size of all rows is at most `most` bytes; stops when it is exceeded."""
+        with self._errors():
+            sizes = (unpacked_size(batch) for group in self.groups for batch in self._batches(group, 1024))
+            return all(total <= most for total in accumulate(sizes))
+
+    def _tables(self, group: int, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
+        """The row group as tables of `rows` rows each; the last may have fewer."""
+        import pyarrow
+
+        pending: list[Any] = []
+        count = size = 0
+        for batch in self._batches(group, rows, columns):
+            pending.append(batch)
+            count, size = count + batch.num_rows, size + unpacked_size(batch)
+            if size > MOST_TOGETHER and count > 1:
+                raise ConfigError(
+                    f"{self.where}, row group {group + 1}: {count:,} rows unpack to {size:,} bytes. Write the file "
+                    "with shorter rows."
+                )
+            while count >= rows:
+                whole = pyarrow.Table.from_batches(pending)
+                yield whole.slice(0, rows)
+                rest = whole.slice(rows)
+                pending, count, size = rest.to_batches(), rest.num_rows, unpacked_size(rest)
+        if count:
+            yield pyarrow.Table.from_batches(pending)
+
+    def _batches(self, group: int, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
+        """Batches of a row group, small enough for the longest values."""
+        if group not in self._longest:
+            self._longest[group] = self._longest_row(group)
+        at_once = max(1, min(rows, MOST_AT_ONCE // max(self._longest[group], 1)))
+        yield from self.file.iter_batches(batch_size=at_once, row_groups=[group], columns=columns, use_threads=False)
+
+    def _longest_row(self, group: int) -> int:
+        """Bytes of a row with the longest dictionary value in every column."""
+        columns = [
+            (column, in_list)
+            for column, in_list in self._columns(group)
+            if column.physical_type == "BYTE_ARRAY" and column.has_dictionary_page
+        ]
+        if not columns:
+            return 0
+        file, total = self._open([column.path_in_schema for column, _ in columns]), 0
+        for column, in_list in columns:
+            only = [column.path_in_schema]
+            batch = next(file.iter_batches(batch_size=1, row_groups=[group], columns=only, use_threads=False), None)
+            longest = max(map(longest_in, batch.columns), default=0) if batch is not None else 0
+            most = MOST_TOGETHER + 10 * TIMES * max(column.total_compressed_size, 1)
+            if in_list and column.num_values * longest > most:
+                raise self._refused(group, column, f"{column.num_values:,} values of up to {longest:,} bytes")
+            total += longest
+        return total
+
+
+def _gather(
+    numbers: Sequence[int] | Ints, starts: Sequence[int], read: Callable[[int, Ints], Iterable[Row]]
+) -> list[Row]:
+    """Rows by number from parts that begin at `starts`; `read` returns rows of one part."""
+    requested = np.asarray(numbers, np.int64)
+    parts = np.searchsorted(starts, requested, side="right") - 1
+    out: list[Row] = [{}] * len(requested)
+    for part in np.unique(parts):
+        at = np.flatnonzero(parts == part)
+        for place, row in zip(at.tolist(), read(int(part), requested[at] - starts[part]), strict=True):
+            out[place] = row
+    return out
 
 
 class HubTable:
@@ -434,16 +416,7 @@ class ConcatenatedTable:
         self._starts = np.cumsum([0, *(int(table.sizes.sum()) for table in tables)]).tolist()
 
     def rows(self, numbers: Sequence[int] | Ints) -> list[Row]:
-        requested = np.asarray(numbers, np.int64)
-        table_index = np.searchsorted(self._starts, requested, side="right") - 1
-        out: list[Row] = [{}] * len(requested)
-        for index in np.unique(table_index):
-            at = np.flatnonzero(table_index == index)
-            for place, row in zip(
-                at.tolist(), self.tables[index].rows(requested[at] - self._starts[index]), strict=True
-            ):
-                out[place] = row
-        return out
+        return _gather(numbers, self._starts, lambda index, places: self.tables[index].rows(places))
 
     def place(self, number: int) -> str:
         index = bisect_right(self._starts, number) - 1
@@ -480,7 +453,6 @@ def _forget(mapped: mmap.mmap | bytes) -> None:
 
 
 def _cut(rows: int, most: int) -> list[int]:
-    """Sizes of the blocks."""
     return [min(most, rows - start) for start in range(0, rows, most)] or [0]
 
 
@@ -490,28 +462,8 @@ def check_column_names(names: Sequence[str], where: str) -> None:
         raise ConfigError(f"{where}: two columns have the name {twice[0]!r}. Rename one.")
 
 
-class _parquet_errors:
-    """Turns errors of Arrow into a ConfigError with the name of the file."""
-
-    def __init__(self, where: str):
-        self.where = where
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        import pyarrow
-
-        if isinstance(error, pyarrow.ArrowException | OSError | UnicodeDecodeError | LookupError):
-            raise ConfigError(f"{self.where}: not a valid Parquet file: {error}") from error
-
-
 def get_path(row: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path, or None. A column whose name contains the dots has precedence.
-
-    Example:
-        get_path({"reward_model": {"ground_truth": "42"}}, "reward_model.ground_truth")      # '42'
-    """
+    """The value at a dotted path, or None. A column whose name contains the dots has precedence."""
     if path in row:
         return row[path]
     head, dot, rest = path.partition(".")

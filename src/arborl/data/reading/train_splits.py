@@ -45,37 +45,52 @@ class PromptFilters:
     @property
     def leaves_out(self) -> bool:
         """Whether rows may be dropped, so that the whole table must be scanned."""
-        late = (
-            self.whole is not None and self.overlong == "drop"
-        )  # offline rows of a large table are checked when they are taken
+        # offline rows of a large table are checked when they are taken
+        late = self.whole is not None and self.overlong == "drop"
         return self.deduplicate or (self.max_tokens > 0 and self.overlong != "cut" and not late)
 
     def too_long(self, task: Task) -> int:
         """The number of tokens if it exceeds the limit, else 0."""
-        if not self.max_tokens or (self.length is None and self.whole is None):
-            return 0
-        tokens = self.whole(task) if self.whole else self.length(task.messages) if self.length else 0
+        tokens = 0
+        if self.max_tokens:
+            tokens = self.whole(task) if self.whole else self.length(task.messages) if self.length else 0
         return tokens if tokens > self.max_tokens else 0
+
+    def drops(self, task: Task, where: str, counts: Counter[str]) -> bool:
+        """Whether a task is left out because it is too long; counts it. ConfigError with `overlong=refuse`."""
+        try:
+            tokens = self.too_long(task)
+        except ValueError as error:  # of the chat template
+            raise ConfigError(f"{where}: {error}") from error
+        if tokens and self.overlong == "refuse":
+            what, limit = ("row", "sampling.max_context") if self.whole else ("prompt", "max_prompt_tokens")
+            raise ConfigError(
+                f"{where}: the {what} has {tokens} tokens, {limit} is {self.max_tokens}. Raise it, or write "
+                "overlong=drop or cut."
+            )
+        if tokens:
+            counts["cut" if self.overlong == "cut" else "overlong"] += 1
+        return tokens > 0 and self.overlong == "drop"
 
     def cut(self, task: Task) -> Task:
         """The task with its longest message cut until the prompt fits."""
         if self.overlong != "cut" or self.whole is not None or not self.too_long(task):
             return task
         index = max(range(len(task.messages)), key=lambda i: len(task.messages[i].content))
-        text = task.messages[index].content
-        low, high = 0, len(text)
+        longest = task.messages[index]
+
+        def shortened(size: int) -> Task:
+            changed = replace(longest, content=f"{longest.content[:size]}…")
+            return replace(task, messages=(*task.messages[:index], changed, *task.messages[index + 1 :]))
+
+        low, high = 0, len(longest.content)
         while low < high:  # binary search for the most characters that fit
             middle = (low + high + 1) // 2
-            if self.too_long(_with(task, index, f"{text[:middle]}…")):
+            if self.too_long(shortened(middle)):
                 high = middle - 1
             else:
                 low = middle
-        return _with(task, index, f"{text[:low]}…")
-
-
-def _with(task: Task, index: int, text: str) -> Task:
-    changed = replace(task.messages[index], content=text)
-    return replace(task, messages=(*task.messages[:index], changed, *task.messages[index + 1 :]))
+        return shortened(low)
 
 
 class SelectedRows:
@@ -132,65 +147,40 @@ def split_table(
     if not must_scan:
         training = RowNumbers(table, share, held_out=False)
         return Split(training, _spread(RowNumbers(table, share, held_out=True)), Counter())
-    scan = _scan(table, reader, filters)
-    if not len(scan.numbers):
-        why = ", ".join(f"{count} {name}" for name, count in scan.counts.items())
+    numbers, contents, counts = _scan(table, reader, filters)
+    if not len(numbers):
+        why = ", ".join(f"{count} {name}" for name, count in counts.items())
         raise ConfigError(f"{table.where}: all rows are filtered out ({why}).")
-    if how == "number":
-        digests = np.array([_number_hash(int(number)) for number in scan.numbers], np.uint64)
-    else:
-        digests = scan.digests
-    limit = _limit(digests, share) if share else 0
-    is_held_out = digests < np.uint64(limit)
+    digests = np.array([_hash(str(number)) for number in numbers], np.uint64) if how == "number" else contents
+    is_held_out = digests < np.uint64(_limit(digests, share) if share else 0)
     order = np.argsort(digests[is_held_out], kind="stable")
     known = None
     if table.whole:
         known = np.zeros(int(table.sizes.sum()), np.uint64)
-        known[scan.numbers] = scan.digests
-    return Split(SelectedRows(table, scan.numbers[~is_held_out]), scan.numbers[is_held_out][order], scan.counts, known)
+        known[numbers] = contents
+    return Split(SelectedRows(table, numbers[~is_held_out]), numbers[is_held_out][order], counts, known)
 
 
-@dataclass(frozen=True, slots=True)
-class _Scan:
-    numbers: Ints
-    digests: np.ndarray
-    counts: Counter[str]
-
-
-def _scan(table: Table, reader: RowReader, filters: PromptFilters) -> _Scan:
-    """Read and filter every row and hash its content."""
+def _scan(table: Table, reader: RowReader, filters: PromptFilters) -> tuple[Ints, np.ndarray, Counter[str]]:
+    """Read and filter every row: the numbers of the kept rows, hashes of their content, and dropped rows by reason."""
     counts: Counter[str] = Counter()
-    seen: set[bytes] = set()
+    seen: set[int] = set()
     numbers, digests = [], []
     for number, row in _each(table):
         where = f"{table.where}, {table.place(number)}"
         task = reader.task(row, where, name=str(number))
-        if filters.deduplicate and (key := _prompt_hash(task)) in seen:
-            counts["duplicate"] += 1
-            continue
-        if tokens := _too_long(task, filters, where):
-            if filters.overlong == "refuse":
-                what, limit = ("row", "sampling.max_context") if filters.whole else ("prompt", "max_prompt_tokens")
-                raise ConfigError(
-                    f"{where}: the {what} has {tokens} tokens, {limit} is {filters.max_tokens}. Raise it, or "
-                    "write overlong=drop or cut."
-                )
-            counts["cut" if filters.overlong == "cut" else "overlong"] += 1
-            if filters.overlong == "drop":
+        if filters.deduplicate:
+            key = _hash(repr([(message.role, message.content) for message in task.messages]), 12)
+            if key in seen:
+                counts["duplicate"] += 1
                 continue
+        if filters.drops(task, where, counts):
+            continue
         if filters.deduplicate:
             seen.add(key)
         numbers.append(number)
         digests.append(content_hash(row))
-    return _Scan(np.array(numbers, np.int64), np.array(digests, np.uint64), counts)
-
-
-def _too_long(task: Task, filters: PromptFilters, where: str) -> int:
-    """The number of tokens if too long, else 0. Errors of the chat template name the row."""
-    try:
-        return filters.too_long(task)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from error
+    return np.array(numbers, np.int64), np.array(digests, np.uint64), counts
 
 
 def _each(table: Table) -> Iterator[tuple[int, Row]]:
@@ -200,13 +190,8 @@ def _each(table: Table) -> Iterator[tuple[int, Row]]:
         yield from zip(numbers, table.rows(numbers), strict=True)
 
 
-def _prompt_hash(task: Task) -> bytes:
-    text = repr([(message.role, message.content) for message in task.messages])
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).digest()
-
-
-def _number_hash(number: int) -> int:
-    return int.from_bytes(hashlib.blake2b(str(number).encode(), digest_size=8).digest(), "big")
+def _hash(text: str, size: int = 8) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=size).digest(), "big")
 
 
 def _limit(digests: np.ndarray, share: float) -> int:

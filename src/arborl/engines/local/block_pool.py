@@ -28,18 +28,14 @@ class Block:
     tokens: Tokens = field(default_factory=lambda: NO_TOKENS)
     """Tokens that other sequences may match; empty until the block is published."""
     key: bytes = b""
-    """`tokens` as bytes, for comparison."""
     ref_count: int = 0
     full_children: dict[bytes, Block] = field(default_factory=dict)
-    """Full children by `key`."""
     children: dict[int, list[Block]] = field(default_factory=dict)
     """All children by their first token, sorted by `key`: equal prefixes are adjacent."""
 
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """The blocks of one sequence, from its start."""
-
     blocks: list[Block]
     cached: int = 0
     """Tokens found in the prefix cache."""
@@ -50,16 +46,6 @@ class BlockTable:
 
 
 class BlockPool:
-    """Allocates `num_blocks` blocks of `block_size` tokens.
-
-    Example:
-        pool = BlockPool(num_blocks=100, block_size=16)
-        table = pool.match_prefix(prompt)
-        pool.extend(table, 40)             # blocks for 40 tokens; False without memory
-        pool.publish(table, tokens[:40])   # computed: other sequences may use them
-        pool.free(table)                   # published blocks stay cached
-    """
-
     def __init__(self, num_blocks: int, block_size: int):
         self.num_blocks, self.block_size = num_blocks, block_size
         self.reset()
@@ -72,7 +58,6 @@ class BlockPool:
         self.evictable: OrderedDict[int, None] = OrderedDict()
         """Unreferenced leaves by id, the least recently freed first."""
         self.num_used = 0
-        """Blocks with a reference."""
 
     @property
     def num_available(self) -> int:
@@ -80,7 +65,6 @@ class BlockPool:
         return self.num_blocks - self.num_used
 
     def blocks_for(self, tokens: int) -> int:
-        """Number of blocks for so many tokens."""
         return -(-tokens // self.block_size)
 
     def match_prefix(self, tokens: Tokens, reuse: bool = True) -> BlockTable:
@@ -167,12 +151,9 @@ class BlockPool:
         return children[first], longest
 
     def _copy_part(self, table: BlockTable, source: Block, count: int, tokens: Tokens) -> BlockTable:
-        """Append a copy of the first `count` tokens of `source`, if a block is available.
-
-        The source is referenced meanwhile, so that it is not evicted. The copy replaces a cached block that is a prefix
-        of `tokens`, such as the one the session had until a sibling computed its next tokens: used blocks then stay
-        close together.
-        """
+        """Append a copy of the first `count` tokens of `source`, if a block is available. The source is referenced
+        meanwhile, so that it is not evicted. The copy replaces a cached block that is a prefix of `tokens`, such as the
+        one the session had until a sibling computed its next tokens: used blocks then stay close together."""
         self._reference(source)
         if (outgrown := self._cached_prefix(source, tokens)) is not None:
             self._evict(outgrown)
@@ -209,7 +190,6 @@ class BlockPool:
         block.ref_count += 1
 
     def _allocate(self, table: BlockTable) -> Block:
-        """Append one block to the table. One must be available."""
         if not self.free_ids:
             self._evict(self.blocks[next(iter(self.evictable))])
         block = self.blocks[self.free_ids.pop()]
@@ -220,7 +200,6 @@ class BlockPool:
         return block
 
     def _insert(self, block: Block, tokens: Tokens) -> None:
-        """Let other sequences match these tokens of the block."""
         assert block.parent is not None
         siblings = block.parent.children.setdefault(int(tokens[0]), [])
         if len(block.tokens):
@@ -231,7 +210,6 @@ class BlockPool:
             block.parent.full_children.setdefault(block.key, block)
 
     def _evict(self, block: Block) -> None:
-        """Free an evictable block."""
         del self.evictable[block.id]
         parent = block.parent
         assert parent is not None
@@ -256,7 +234,6 @@ def _key(block: Block) -> bytes:
 
 
 def common_prefix(a: NDArray[np.integer], b: NDArray[np.integer]) -> int:
-    """Length of the common prefix of two sequences."""
     n = min(len(a), len(b))
     same = a[:n] == b[:n]
     return n if same.all() else int(same.argmin())

@@ -58,8 +58,6 @@ class _Layer(Structure):
 
 
 class _Step(Structure):
-    """`Step` of the C source."""
-
     _fields_ = [
         *((name, c_int64) for name in ("layers", "width", "inner", "heads", "key_heads", "size", "vocabulary")),
         *((name, c_float) for name in ("epsilon", "scale")),
@@ -77,7 +75,6 @@ class _Step(Structure):
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled step; None without a compiler."""
     found = load_c_library(SOURCE)
     if found is not None:
         found.scratch_floats.restype = found.panel.restype = found.lanes.restype = found.step_bytes.restype = c_int64
@@ -167,7 +164,6 @@ class CpuModelRunner:
         self.context = context
         self.packed: dict[Any, Floats] = {}
         self.referenced: list[Any] = []
-        """Objects that `step` points to, kept alive here."""
         self.has_weights = False
         self.threads = ThreadGroup("sampling")
         self.scratch: Floats = np.zeros((0, 0), dtype=np.float32)
@@ -182,7 +178,6 @@ class CpuModelRunner:
         self._pack_weights()  # now: the learner may soon change them again
 
     def warm_up(self, truncates: bool) -> None:
-        """Pack the weights, unless they are."""
         if not self.has_weights:
             self._pack_weights()
 
@@ -200,7 +195,6 @@ class CpuModelRunner:
     def run_step(
         self, step: ModelStep, with_logits: bool
     ) -> tuple[NDArray[np.int64], NDArray[np.float64], Floats | None]:
-        """Tokens and log-probabilities of the sampled rows, and their logits."""
         self.warm_up(False)
         metadata, sampling = step.metadata, step.sampling
         counts = metadata.counts
@@ -267,7 +261,6 @@ class CpuModelRunner:
 
     @torch.no_grad()
     def _pack_weights(self) -> None:
-        """Copy the present weights into the layout of the compiled step."""
         s, forward, base = self.step, self.forward, self.model.base_model
         assert forward.rope is not None
         self.referenced = []
@@ -318,15 +311,9 @@ PartQueue = SimpleQueue[Part | None]
 
 
 class ThreadGroup:
-    """Threads that run the parts of one job at the same time.
-
-    The parts of a compiled step wait for each other, so each needs a running thread: `ThreadPoolExecutor` does not
-    guarantee that. Where the system starts fewer threads, the caller splits the job into fewer parts.
-
-    Example:
-        count = group.start(8)         # 8, or as many threads as the system starts
-        group.run(work, count)         # work(0) … work(count - 1), at the same time
-    """
+    """Threads that run the parts of one job at the same time. The parts of a compiled step wait for each other, so each
+    needs a running thread: `ThreadPoolExecutor` does not guarantee that. Where the system starts fewer threads, the
+    caller splits the job into fewer parts."""
 
     def __init__(self, name: str):
         self.name = name
@@ -335,7 +322,6 @@ class ThreadGroup:
     def _reset(self) -> None:
         self.pid, self.size = os.getpid(), 1
         self.is_limited = False
-        """The system refused to start another thread."""
         self.parts: PartQueue = SimpleQueue()
         weakref.finalize(self, self.parts.put, None)
 
@@ -384,7 +370,6 @@ def _error_of(work: Callable[[int], object], number: int) -> BaseException | Non
 
 
 def _work(parts: PartQueue) -> None:
-    """Run parts until the group is deleted."""
     while (part := parts.get()) is not None:
         part()
         del part  # it references objects of the caller

@@ -50,8 +50,6 @@ T = TypeVar("T")
 
 
 class TritonLayerOps(ABC):
-    """`LayerOps` with Triton kernels."""
-
     def __init__(self, cache: KVCache, heads: int, position_N: Tensor, slot_N: Tensor, table: Tensor):
         self.cache, self.heads = cache, heads
         self.position_N, self.slot_N, self.table = position_N, slot_N, table
@@ -131,8 +129,6 @@ class PrefillLayerOps(TritonLayerOps):
 
 @dataclass(frozen=True, slots=True)
 class PendingOutput:
-    """An output that is being computed."""
-
     token: Tensor
     logprob: Tensor
     event: torch.cuda.Event
@@ -350,7 +346,6 @@ class CudaGraphModelRunner:
         engine_kernels.sample_logits(logits_BV, temperature, greedy, uniform, buffers.token, buffers.logprob)
 
     def _logits(self, hidden_BE: Tensor) -> Tensor:
-        """Logits in the head's precision; the sampler sums in float32."""
         return raw_head_logits(self.model.get_output_embeddings(), logit_cap(self.model), hidden_BE)
 
     def _hidden_states(self, tokens: Tensor, position_N: Tensor, ops: TritonLayerOps) -> Tensor:

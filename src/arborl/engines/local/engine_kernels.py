@@ -32,7 +32,6 @@ READ = {torch.float32: AttentionTuning(32, 4, 1, "ieee")}
 """Many queries per row."""
 NARROW_DECODE, NARROW_READ = AttentionTuning(32, 2, 5, "tf32"), AttentionTuning(64, 4, 2, "tf32")
 TILE_QUERIES = 16
-"""Queries per tile in prefill."""
 
 
 def next_power_of_2(n: int) -> int:
@@ -59,7 +58,6 @@ def _norm(x, y, weight, total, out, E, y_stride, eps, ADD: tl.constexpr, BLOCK: 
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm of each row."""
     out = torch.empty_like(x)
     _norm[(len(x),)](x, x, weight, x, out, x.shape[1], x.shape[1], eps, ADD=False, BLOCK=next_power_of_2(x.shape[1]))
     return out
@@ -263,7 +261,6 @@ PROGRAMS = 264
 
 
 def parts_for(work: int) -> int:
-    """Parts into which each of `work` key sequences is split."""
     return min(32, next_power_of_2(max(1, PROGRAMS // work)))
 
 
@@ -421,10 +418,8 @@ def _choose(
 def sample_logits(
     logits_BV: Tensor, temperature_B: Tensor, greedy_B: Tensor, uniform_B: Tensor, token_B: Tensor, logprob_B: Tensor
 ) -> None:
-    """A token per row, where the cumulative probability passes its uniform number, and its log-probability.
-
-    A greedy row takes the likeliest token. Reads the logits once and one chunk again.
-    """
+    """A token per row, where the cumulative probability passes its uniform number, and its log-probability. A greedy
+    row takes the likeliest token. Reads the logits once and one chunk again."""
     rows, vocabulary = logits_BV.shape
     chunks = triton.cdiv(vocabulary, CHUNK)
     highest, sum_ = (logits_BV.new_empty(rows, chunks, dtype=torch.float32) for _ in range(2))

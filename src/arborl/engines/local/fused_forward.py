@@ -28,8 +28,6 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
-    """One decoder layer."""
-
     number: int
     input_norm: nn.Module
     qkv: Product
@@ -47,7 +45,6 @@ class FusedLayer:
 
     @property
     def products(self) -> list[FusedLinear | LoraProduct]:
-        """The products that own fused memory."""
         return [p for p in (self.qkv, self.out, self.gate_up, self.down) if isinstance(p, FusedLinear | LoraProduct)]
 
 
@@ -67,13 +64,9 @@ class RotaryTable:
 
 
 class LayerOps(Protocol):
-    """Operations between the matrix products of one step."""
-
     def norm(self, x: Tensor, module: nn.Module) -> Tensor: ...
 
-    def add_norm(self, x: Tensor, y: Tensor, module: nn.Module) -> tuple[Tensor, Tensor]:
-        """x + y and its norm."""
-        ...
+    def add_norm(self, x: Tensor, y: Tensor, module: nn.Module) -> tuple[Tensor, Tensor]: ...
 
     def attention(self, layer: FusedLayer, qkv: Tensor, rope: RotaryTable) -> Tensor:
         """Rotate queries and keys, store keys and values in the cache, attend. `[N, H * D]`."""
@@ -94,12 +87,7 @@ class FusedForward:
 
     @property
     def is_fused(self) -> bool:
-        """Whether this code runs the model, and not the library's."""
         return self.rope is not None
-
-    def use_library(self) -> None:
-        """Run the model by the library's code."""
-        self.layers, self.rope = [], None
 
     def __call__(self, tokens: Tensor, ops: LayerOps) -> Tensor:
         """Hidden states after the final norm, `[N, E]`."""
@@ -129,7 +117,6 @@ class FusedForward:
         return False
 
     def unsupported_reason(self) -> str | None:
-        """Why this code cannot run the model; None if it can."""
         name = type(self.model).__name__
         if name not in FAST_MODEL_CLASSES:
             return f"{name} is not one of {', '.join(FAST_MODEL_CLASSES)}"
@@ -154,8 +141,6 @@ class FusedForward:
 
 
 class TorchLayerOps:
-    """`LayerOps` with torch, on any device."""
-
     def __init__(self, model: PreTrainedModel, attend: AttentionFunction, positions: Tensor):
         layout = attention_layout(model)
         self.attend, self.positions = attend, positions

@@ -25,11 +25,7 @@ Array = NDArray[np.int64]
 
 
 class KVCache:
-    """`num_blocks` blocks of `block_size` tokens of all layers: keys and values `[layers, blocks, K, P, D]`.
-
-    Args:
-        sleep_mode: on a GPU, allow `sleep` to free the memory; addresses stay valid.
-    """
+    """`num_blocks` blocks of `block_size` tokens of all layers: keys and values `[layers, blocks, K, P, D]`."""
 
     def __init__(self, model: PreTrainedModel, num_blocks: int, block_size: int, sleep_mode: bool = False):
         layout = attention_layout(model)
@@ -51,20 +47,17 @@ class KVCache:
         return self.memory is not None
 
     def sleep(self) -> None:
-        """Free the memory and lose its contents until `wake_up`."""
         if self.is_awake and self.memory is not None:
             self.memory.sleep()
             self.is_awake = False
 
     def wake_up(self) -> None:
-        """Allocate the memory again, filled with zeros."""
         if not self.is_awake and self.memory is not None:
             self.memory.wake_up()
             self.is_awake = True
             self.clear()
 
     def copy(self, source: int, target: int, count: int) -> None:
-        """Copy the first `count` tokens of block `source` to block `target`."""
         self.keys[:, target, :, :count] = self.keys[:, source, :, :count]
         self.values[:, target, :, :count] = self.values[:, source, :, :count]
 
@@ -84,18 +77,15 @@ def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 
 def token_bytes(model: PreTrainedModel) -> int:
-    """Bytes of one token's keys and values."""
     layout = attention_layout(model)
     return 2 * layout.layers * layout.key_heads * layout.size * model.dtype.itemsize
 
 
 def host_memory() -> int:
-    """Bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def default_kv_tokens(model: PreTrainedModel, context: int) -> int:
-    """Default size of the cache in tokens on the model's device."""
     device = model.device.type
     memory = torch.cuda.mem_get_info(model.device)[0] if device == "cuda" else host_memory()
     return default_cache_tokens(device, memory, token_bytes(model), context)
@@ -108,7 +98,6 @@ class AttentionMetadata:
     starts: Array
     ends: Array
     tables: NDArray[np.int32]
-    """`[R, blocks]`: the blocks of each sequence."""
 
     @property
     def counts(self) -> Array:
@@ -116,7 +105,6 @@ class AttentionMetadata:
 
     @property
     def positions(self) -> Array:
-        """Position of every new token in its sequence."""
         counts = self.counts
         before = np.cumsum(counts) - counts
         return np.arange(int(counts.sum())) - np.repeat(before - self.starts, counts)
@@ -139,10 +127,8 @@ class AttentionGroup:
     query: Tensor
     """`[R, T]`: the position of each new token."""
     length: int
-    """L: length of the longest sequence."""
     groups: int
     span: slice
-    """The group's tokens among the N."""
     masks: dict[int | None, Tensor] = field(default_factory=dict)
     """By window; made at first use, for all layers."""
 
@@ -222,11 +208,8 @@ def _gather(group: AttentionGroup, cached: Tensor) -> Tensor:
 
 
 def attention_group(cache: KVCache, part: AttentionMetadata, offset: int) -> AttentionGroup:
-    """The group of these sequences.
-
-    Where each sequence is one block and the sequences fill most of a run of blocks, the whole run is taken as a view;
-    rows in between attend to nothing new and their output is not read.
-    """
+    """The group of these sequences. Where each sequence is one block and the sequences fill most of a run of blocks,
+    the whole run is taken as a view; rows in between attend to nothing new and their output is not read."""
     device = cache.keys.device
     counts = part.counts
     width, length = int(counts.max()), int(part.ends.max())

@@ -52,7 +52,6 @@ class StepSpan:
         self.steps = 0
 
     def add(self, seconds: float) -> None:
-        """Add a step that has just ended and took `seconds`."""
         now = time.time()
         if self.steps and (now - seconds - self.ended > MAX_GAP_SECONDS or now - self.started > MAX_SPAN_SECONDS):
             self.end()
@@ -70,12 +69,10 @@ class LocalEngine(Engine):
 
     Args:
         model: may be the learner's; its attention uses `arborl.models.attention`.
-        max_context: maximum tokens of prompt and completion.
         max_requests: requests that run at once; others wait.
         kv_tokens: size of the KV cache in tokens; 0 uses a share of the free memory.
         page_size: tokens of a block; 0 selects 64 on a GPU and a whole sequence on a CPU, where nothing is gathered.
         deterministic: run each request alone and from its start, so that rounding does not depend on other requests.
-        decode: token ids to text, for stop texts.
         update: what happens to running completions when weights change: `continue`, `finish` or `restart`.
         sleep_mode: free the KV cache on the GPU during updates.
         compiled: on a CPU, run steps by compiled code where possible.
@@ -117,9 +114,7 @@ class LocalEngine(Engine):
         self.scheduler = Scheduler(self.pool, self.batch, max_context, not deterministic, copy, self.counts)
         self.version = 0
         self.launched: LaunchedStep | None = None
-        """A step whose output has not been read."""
         self.loop: asyncio.AbstractEventLoop | None = None
-        """The event loop of the requests."""
         self.worker: asyncio.Task[None] | None = None
         self.closed = False
 
@@ -202,7 +197,6 @@ class LocalEngine(Engine):
         self._start_worker()
 
     def warm_up(self, sampling: Sampling) -> None:
-        """Compile kernels and record CUDA graphs for this kind of sampling."""
         self._guard(self._read_output)
         self.runner.warm_up(sampling.truncates)
 
@@ -241,7 +235,6 @@ class LocalEngine(Engine):
             self.worker = self.loop.create_task(self._work()) if self.loop.is_running() else None
 
     async def _work(self) -> None:
-        """Run steps until there is no work."""
         loop, span = asyncio.get_running_loop(), StepSpan()
         try:
             while self.scheduler.has_work and self.loop is loop:
@@ -327,7 +320,6 @@ class LocalEngine(Engine):
         return np.concatenate([first, *rest]).astype(np.int32)
 
     def _read_output(self) -> None:
-        """Read the tokens of the launched step and complete finished requests."""
         if self.launched is None:
             return
         launched, self.launched = self.launched, None

@@ -26,20 +26,15 @@ class ModelStep:
     sampled: Array
     """Indices of the sequences that get a next token."""
     sampling: SamplingBatch
-    """One entry per sampled sequence."""
 
 
 class StepOutput(Protocol):
-    """The output of a step, possibly still being computed."""
-
     @property
     def top(self) -> TopTokens | None:
         """The likeliest tokens of the sampled sequences, if requested."""
         ...
 
-    def wait(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Tokens and log-probabilities of the sampled sequences."""
-        ...
+    def wait(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]: ...
 
 
 class CacheStorage(Protocol):
@@ -47,24 +42,17 @@ class CacheStorage(Protocol):
 
     @property
     def can_sleep(self) -> bool:
-        """Whether `sleep` frees memory."""
         return False
 
     def sleep(self) -> None:
-        """Free the memory and lose its contents until `wake_up`."""
         return None
 
     def wake_up(self) -> None:
-        """Allocate the memory again, filled with zeros."""
         return None
 
-    def copy(self, source: int, target: int, count: int) -> None:
-        """Copy the first `count` tokens of block `source` to block `target`."""
-        ...
+    def copy(self, source: int, target: int, count: int) -> None: ...
 
-    def clear(self, num_blocks: int | None = None) -> None:
-        """Zero the first `num_blocks` blocks, or all."""
-        ...
+    def clear(self, num_blocks: int | None = None) -> None: ...
 
 
 class ModelRunner(Protocol):
@@ -85,9 +73,7 @@ class ModelRunner(Protocol):
         """Maximum new tokens of the next step when `tokens` wait; the rest waits for the following step."""
         ...
 
-    def weights_changed(self) -> None:
-        """Called after the model's weights were replaced or updated."""
-        ...
+    def weights_changed(self) -> None: ...
 
     def warm_up(self, truncates: bool) -> None:
         """Compile and record what steps need; `truncates` as in `Sampling`."""
@@ -96,8 +82,6 @@ class ModelRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FinishedOutput:
-    """A computed output."""
-
     tokens: NDArray[np.int64]
     logprobs: NDArray[np.float64]
     top: TopTokens | None = None
@@ -107,8 +91,6 @@ class FinishedOutput:
 
 
 class TorchModelRunner:
-    """Steps by torch operations, on any device."""
-
     runs_ahead = False
     copies_weights = False
     max_tokens = 4096
@@ -135,7 +117,6 @@ class TorchModelRunner:
         return self.max_tokens
 
     def layer_ops(self, step: ModelStep, prefill: bool) -> TorchLayerOps:
-        """The operations of a step, for checks; prefill and decode are the same."""
         positions = torch.from_numpy(step.metadata.positions).to(self.model.device)
         return TorchLayerOps(self.model, TorchAttention(self.cache, step.metadata), positions)
 

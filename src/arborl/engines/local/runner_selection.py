@@ -12,7 +12,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from arborl.engines.local.block_pool import BlockPool
@@ -44,8 +43,6 @@ compared as a whole."""
 
 
 class LayeredModelRunner(Protocol):
-    """A model runner whose layers can run one by one."""
-
     model: PreTrainedModel
     forward: FusedForward
     cache: KVCache
@@ -100,7 +97,7 @@ def _check_layers(runner: LayeredModelRunner, context: int, title: str) -> None:
     if reason is None:
         record_path(model, "engine", title)
     else:
-        forward.use_library()
+        forward.layers, forward.rope = [], None
         report_fallback(model, FastPath.SAMPLING_LAYERS, reason)
 
 
@@ -141,7 +138,6 @@ def sample_steps(tokens: list[int], block_size: int, context: int) -> list[Model
 
 @torch.inference_mode()
 def layers_mismatch(runner: LayeredModelRunner, context: int) -> str | None:
-    """How the runner's layers differ from the library's; None if they match."""
     model, forward = runner.model, runner.forward
     tokens = sample_tokens(model, min(TOKENS, context))
     steps = sample_steps(tokens, runner.cache.block_size, context)
@@ -155,25 +151,17 @@ def layers_mismatch(runner: LayeredModelRunner, context: int) -> str | None:
                 y_NE, h_NE = forward.run_layer(layer, x_NE, ops.norm(x_NE, layer.input_norm), ops)
                 outs.append(y_NE)
                 norms.append((h_NE, layer.output_norm(y_NE)))
-            keys = _cached_keys(runner.cache, case.number, blocks, len(tokens))
+            cached = runner.cache.keys[case.number][
+                torch.from_numpy(blocks).long().to(model.device)
+            ]  # [blocks, K, P, D]
+            keys = cached.transpose(1, 2).flatten(0, 1)[: len(tokens)].flatten(1)
             reason = check_case(case, {"output": difference(torch.cat(outs), case.x), "key": keys})
-            reason = reason or _norm_mismatch(*(torch.cat(part) for part in zip(*norms, strict=True)))
-            if reason is not None:
-                return reason
+            gap = float(error(*(torch.cat(part) for part in zip(*norms, strict=True))).max())
+            if reason is not None or not gap <= 0.05:
+                return reason or f"the norm after a layer differs by {gap:.1e}"
     finally:
         runner.cache.clear(len(blocks))
     return None
-
-
-def _norm_mismatch(actual: Tensor, library: Tensor) -> str | None:
-    """Compares the norm that a layer passes on with the library's norm of the same output."""
-    gap = float(error(actual, library).max())
-    return None if gap <= 0.05 else f"the norm after a layer differs by {gap:.1e}"
-
-
-def _cached_keys(cache: KVCache, layer: int, table: np.ndarray, count: int) -> Tensor:
-    blocks = cache.keys[layer][torch.from_numpy(table).long().to(cache.keys.device)]  # [blocks, K, P, D]
-    return blocks.transpose(1, 2).flatten(0, 1)[:count].flatten(1)
 
 
 @torch.inference_mode()
@@ -189,23 +177,14 @@ def compiled_step_mismatch(runner: CpuModelRunner, context: int) -> str | None:
     exact: Outputs = {"logits": logits(model, hidden_NE[last])}
     actual: Outputs = {}
     try:
-        actual["logits"] = torch.cat([torch.from_numpy(_compiled_logits(runner, step)) for step in steps])
+        rows = [runner.run_step(step, with_logits=True)[2] for step in steps]
+        actual["logits"] = torch.cat([torch.from_numpy(row) for row in rows if row is not None])
         for layer in spread(len(recorder.inputs), LAYERS):
             exact[f"key of layer {layer}"] = recorder.inputs[layer][0][1].flatten(1)
-            actual[f"key of layer {layer}"] = _compiled_keys(runner, layer, blocks, len(tokens))
+            keys = runner.cache.keys[layer, blocks][..., : runner.cache.block_size]  # [blocks, K, D, P]
+            keys = keys.transpose(0, 3, 1, 2).reshape(len(blocks) * runner.cache.block_size, -1)
+            actual[f"key of layer {layer}"] = torch.from_numpy(keys[: len(tokens)])
     finally:
         runner.cache.clear(len(blocks))
     gap, name = max((float(error(actual[name], exact[name]).max()), name) for name in exact)
     return None if gap <= MAX_COMPILED_ERROR else f"{name} differ by {gap:.1e}"
-
-
-def _compiled_logits(runner: CpuModelRunner, step: ModelStep) -> np.ndarray:
-    found = runner.run_step(step, with_logits=True)[2]
-    assert found is not None
-    return found
-
-
-def _compiled_keys(runner: CpuModelRunner, layer: int, table: np.ndarray, count: int) -> Tensor:
-    cache = runner.cache
-    blocks = cache.keys[layer, table][..., : cache.block_size]  # [blocks, K, D, P]
-    return torch.from_numpy(blocks.transpose(0, 3, 1, 2).reshape(len(table) * cache.block_size, -1)[:count])

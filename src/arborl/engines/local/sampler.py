@@ -50,7 +50,6 @@ class SamplingBatch:
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], counts: Sequence[int]) -> SamplingBatch:
-        """For requests that have sampled `counts` tokens so far."""
         columns = zip(*((s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings), strict=True)
         temperature, top_k, top_p, min_p = (np.asarray(column) for column in columns)
         return cls(temperature, top_k, top_p, min_p, uniform_numbers([s.seed for s in samplings], counts))
@@ -70,7 +69,6 @@ class SamplingBatch:
         return self.truncates or self.top > 0
 
     def select(self, rows: NDArray[np.int64]) -> SamplingBatch:
-        """The same for some of the requests."""
         return SamplingBatch(
             self.temperature_B[rows], self.top_k_B[rows], self.top_p_B[rows], self.min_p_B[rows], self.uniform_B[rows],
             self.top,

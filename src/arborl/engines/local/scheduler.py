@@ -34,12 +34,9 @@ NO_LOGPROBS, NO_VERSIONS = np.zeros(0), np.zeros(0, np.int64)
 
 @dataclass(slots=True, eq=False)
 class EngineRequest:
-    """One call of `generate`."""
-
     tokens: Tokens
     """The prompt, and the tokens sampled before the last preemption."""
     prompt: int
-    """Tokens of the prompt."""
     sampling: Sampling
     done: asyncio.Future[Completion]
     started: float
@@ -53,7 +50,7 @@ class EngineRequest:
 
 
 class InputBatch:
-    """The running requests as columns, so that a step has no loop over requests. `check` asserts between two steps:
+    """The running requests as columns, so that a step has no loop over requests. Between two steps:
 
     | column | meaning | invariant |
     |---|---|---|
@@ -105,32 +102,17 @@ class InputBatch:
         self.top[row] = 0 if request.listener is None else request.listener.top
         return row
 
-    def check(self, rows: Array, block_size: int) -> None:
-        """Raise AssertionError where these running rows violate an invariant."""
-        prompt, known, length = self.prompt[rows], self.known[rows], self.length[rows]
-        assert ((prompt >= 1) & (prompt <= known) & (prompt < self.limit[rows])).all(), "prompt"
-        assert (known <= self.limit[rows]).all(), "known"
-        assert ((known <= length) & (length <= known + 1)).all(), "length"
-        assert (self.computed[rows] <= np.minimum(length, self.num_blocks[rows] * block_size)).all(), "computed"
-        for row in rows.tolist():
-            blocks = self.tables[row, : self.num_blocks[row]].tolist()
-            assert len(set(blocks)) == len(blocks), "blocks"
-        assert not set(rows.tolist()) & set(self.free), "a running row is free"
-
     def remove(self, row: int) -> None:
-        """Free a row; output launched for it is dropped."""
         self.free.append(row)
         self.num_blocks[row] = 0
         self.epoch[row] += 1
 
     def reset(self) -> None:
-        """Free all rows."""
         self.free = list(range(self.count - 1, -1, -1))
         self.num_blocks[:] = 0
         self.epoch += 1
 
     def sampling(self, rows: Array) -> SamplingBatch:
-        """Sampling parameters of the next token of these rows."""
         uniform = uniform_numbers(self.seed[rows], self.length[rows] - self.prompt[rows])
         top = int(self.top[rows].max(initial=0))
         return SamplingBatch(
@@ -139,17 +121,6 @@ class InputBatch:
 
 
 class Scheduler:
-    """The requests of an engine.
-
-    Args:
-        pool: the KV-cache blocks.
-        batch: the rows of running requests.
-        context: maximum tokens of prompt and completion.
-        reuse: use the prefix cache.
-        copy: copies the start of a block: (source, target, tokens).
-        counts: the engine's counters; adds to `reused`, `preempted` and `restarted`.
-    """
-
     def __init__(
         self,
         pool: BlockPool,
@@ -168,9 +139,7 @@ class Scheduler:
         self.running: dict[int, EngineRequest] = {}
         """By row, in order of admission."""
         self.has_cancelled = False
-        """A caller cancelled its request."""
         self.has_deadlines = False
-        """Some request had a deadline."""
         self.out_of_blocks = False
         """The first waiting request did not fit when last tried."""
 
@@ -180,7 +149,6 @@ class Scheduler:
 
     @property
     def is_saturated(self) -> bool:
-        """Whether requests wait for memory or rows."""
         return bool(self.waiting) and (self.out_of_blocks or len(self.waiting) > len(self.batch.free))
 
     def add(self, request: EngineRequest, while_paused: bool = False) -> None:
@@ -199,13 +167,11 @@ class Scheduler:
         self.waiting = deque(started)
 
     def resume(self) -> None:
-        """Queue the held requests again, in their order."""
         self.is_paused = False
         self.waiting.extend(self.held)
         self.held.clear()
 
     def restart_held(self) -> None:
-        """Drop the sampled tokens of held requests."""
         for request in self.held:
             self.counts["restarted"] += len(request.tokens) - request.prompt
             request.tokens = request.tokens[: request.prompt]
@@ -270,7 +236,6 @@ class Scheduler:
         self.batch.num_blocks[request.row] = len(blocks)
 
     def block_table(self, request: EngineRequest) -> BlockTable:
-        """The blocks of a running request."""
         assert request.table is not None
         return request.table
 
@@ -290,7 +255,6 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------ completion
 
     def complete(self, request: EngineRequest, finish: FinishReason, version: int) -> None:
-        """End a request with its sampled tokens, unless its caller is gone."""
         if not request.done.done():
             sampled, logprobs, versions = self._sampled(request)
             seconds = time.perf_counter() - request.started
@@ -300,7 +264,6 @@ class Scheduler:
         self._remove(request)
 
     def fail(self, request: EngineRequest, reason: str, cause: Exception | None = None) -> None:
-        """End a request with an error."""
         if not request.done.done() and not request.done.get_loop().is_closed():
             error = EngineError(reason)  # one per request: a shared one would collect the tracebacks of all
             error.__cause__ = cause
@@ -349,7 +312,6 @@ class Scheduler:
         self.counts["preempted"] += 1
 
     def _sampled(self, request: EngineRequest) -> tuple[Tokens, NDArray[np.float64], NDArray[np.int64]]:
-        """Sampled tokens, their log-probabilities and versions."""
         if (row := request.row) < 0:
             return request.tokens[request.prompt :], request.logprobs, request.versions
         new, batch = slice(request.prompt, int(self.batch.known[row])), self.batch

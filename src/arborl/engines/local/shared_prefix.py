@@ -17,12 +17,9 @@ Small = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroups:
-    """Which rows share how many blocks."""
-
     blocks_M: Small
     """Blocks shared by all rows of a group."""
     rows_MB: Small
-    """The rows of each group; -1 for unused entries."""
     shared_R: Small
     """Blocks at the start of each row that its group covers; 0 for a row without a group."""
 
@@ -33,15 +30,9 @@ def max_groups(rows: int) -> int:
 
 
 def group_by_prefix(tables: Small, full_R: NDArray[np.int64], max_rows: int) -> PrefixGroups:
-    """Groups of at most `max_rows` rows with the same first blocks.
-
-    Rows are sorted by their blocks, so neighbours share the most. A row joins the group before it unless that would
-    shorten the shared prefix so much that more is read twice than before.
-
-    Args:
-        tables: `[R, blocks]`, the blocks of each row.
-        full_R: leading blocks that hold only tokens of earlier steps; only those are shared.
-    """
+    """Groups of at most `max_rows` rows with the same first blocks. Rows are sorted by their blocks, so neighbours
+    share the most. A row joins the group before it unless that would shorten the shared prefix so much that more is
+    read twice than before."""
     order = np.argsort(np.ascontiguousarray(tables).view(f"V{tables.shape[1] * 4}")[:, 0])  # by bytes
     ordered, full = tables[order], full_R[order]
     differs = np.column_stack([ordered[1:] != ordered[:-1], np.ones(max(0, len(order) - 1), bool)])

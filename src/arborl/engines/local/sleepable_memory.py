@@ -34,15 +34,7 @@ class _Access(ctypes.Structure):
 
 
 class SleepableMemory:
-    """A range of GPU memory whose contents are lost during sleep.
-
-    Example:
-        memory = SleepableMemory(2**30, torch.device("cuda", 0))
-        cache = memory.tensor().view(torch.bfloat16)
-        memory.sleep()
-        ...                  # other code uses the memory
-        memory.wake_up()     # the tensor has memory again, at the same address
-    """
+    """A range of GPU memory whose contents are lost during sleep."""
 
     def __init__(self, size: int, device: torch.device):
         torch.zeros(1, device=device)  # creates the CUDA context and makes it current
@@ -98,8 +90,6 @@ class SleepableMemory:
 
 
 class _ByteArray:
-    """Array interface from which torch makes a tensor."""
-
     def __init__(self, memory: SleepableMemory):
         self.memory = memory
         self.__cuda_array_interface__ = {

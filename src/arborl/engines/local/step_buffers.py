@@ -21,10 +21,7 @@ from torch import Tensor
 
 from arborl.engines.local.shared_prefix import max_groups
 
-BUCKETS = (
-    *(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256),
-    *range(320, 1025, 64),
-)
+BUCKETS = (*(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256), *range(320, 1025, 64))
 """Numbers of rows of CUDA graphs; a step uses the next larger one."""
 
 
@@ -59,7 +56,6 @@ class StepInputs(NamedTuple):
     shared: Any
     """`[R]`: blocks at a row's start that its prefix group covers."""
     greedy: Any
-    """`[S]`, for sampled sequences."""
     last: Any
     """`[S]`: the row that each is sampled from."""
     group_blocks: Any
@@ -67,7 +63,6 @@ class StepInputs(NamedTuple):
     group_rows: Any
     """`[M, B]`: rows of the group."""
     table: Any
-    """`[S, blocks]`."""
 
     @staticmethod
     def shapes(rows: int, sequences: int, members: int, num_blocks: int) -> list[tuple[int, ...]]:

@@ -12,18 +12,17 @@ import logging
 import math
 import os
 import time
-import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
 from transformers import PreTrainedModel
 
 from arborl.chat import Renderer
-from arborl.engines.engine import Engine, TokenListener, Weights, completion_versions
-from arborl.engines.engine_requests import StopTextMatcher, check_sampling, read_prompt
+from arborl.engines.engine import TokenListener, Weights, completion_versions
+from arborl.engines.engine_requests import StopTextMatcher
 from arborl.engines.remote.http_servers import (
     ChatServer,
     Client,
@@ -34,8 +33,14 @@ from arborl.engines.remote.http_servers import (
     detect_server,
 )
 from arborl.engines.remote.replicas import Replica, ReplicaPool, ReplicaUnavailable, run_blocking
-from arborl.engines.remote.weight_files import WeightFiles
-from arborl.engines.remote.weight_sync import PROBE_PROMPT, WeightProbe, label_version, sampling_params, span_versions
+from arborl.engines.remote.weight_sync import (
+    PROBE_PROMPT,
+    SyncedEngine,
+    WeightFiles,
+    label_version,
+    sampling_params,
+    span_versions,
+)
 from arborl.errors import EngineError
 from arborl.types import Completion, FinishReason, Message, Metrics, Sampling, ToolSpec
 
@@ -68,28 +73,15 @@ class ServerReplica(Replica):
 
     @property
     def model(self) -> str:
-        """What the server calls its model."""
         assert self.info is not None
         return self.info.model
 
 
-@dataclass(slots=True)
-class LoopClients:
-    """HTTP clients of one event loop, by URL."""
-
-    loop: asyncio.AbstractEventLoop
-    by_url: dict[str, Client] = field(default_factory=dict)
-
-
-class HttpEngine(Engine):
+class HttpEngine(SyncedEngine):
     """Servers of one model.
 
     Args:
-        model: the learner's.
-        urls: the servers.
-        max_context: maximum tokens of prompt and completion.
         max_requests: concurrent requests per server; no new episodes start while all servers have so many.
-        dtype: precision of the servers; `auto` is the model's.
         named: the servers' name of the model; the only one they serve by default.
         weights_dir: folder for weights that the servers read.
         seconds: timeout of a request, and of waiting while no server answers.
@@ -99,8 +91,6 @@ class HttpEngine(Engine):
         training: whether the servers get weights; otherwise they are evaluated as they are.
         chats: use the chat endpoint of any server.
     """
-
-    verifies_weights = True
 
     def __init__(
         self,
@@ -118,25 +108,17 @@ class HttpEngine(Engine):
         training: bool = True,
         chats: bool = False,
     ):
-        self.model, self.max_context, self.max_requests = model, max_context, max_requests
-        self.vocabulary = int(model.config.vocab_size)
-        self.named, self.seconds, self.renderer, self.training = named, seconds, renderer, training
-        self.decode = renderer.tokenizer.decode if renderer is not None else None
+        super().__init__(model, max_context, renderer.tokenizer.decode if renderer else None, dtype, sampling)
+        self.max_requests, self.named, self.seconds = max_requests, named, seconds
+        self.renderer, self.training = renderer, training
         self.follows_weights, self.chats = training, chats
         self.headers = {"Authorization": f"Bearer {api_key(key)}"} if key is not None else {}
         self.replicas = [ServerReplica(url.rstrip("/")) for url in urls]
         self.routes = ReplicaPool(self.replicas, self._revive, seconds)
-        self.run = uuid.uuid4().hex[:8]
-        """Prefix of this run's weight labels."""
-        self.version = 0
         self.weights: Weights = dict(model.state_dict())
-        precision = str(model.dtype).removeprefix("torch.") if dtype == "auto" else dtype
-        self.probe = WeightProbe(model, sampling or Sampling(), precision)
-        self.counts = dict.fromkeys(("sampled", "requests"), 0.0)
-        self.gap = self.update_seconds = 0.0
-        """Of the last update: the probe's difference and the duration."""
-        self.closed = False
-        self._clients: LoopClients | None = None
+        self._clients: dict[str, Client] = {}
+        """By URL, of the event loop `_loop`."""
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.files = WeightFiles(model, weights_dir) if training else None
         try:
             run_blocking(self._open())
@@ -149,12 +131,7 @@ class HttpEngine(Engine):
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, session: str, listener: TokenListener | None = None
     ) -> Completion:
-        """Sample a continuation of `prompt` at the session's server, or at another if that one is lost."""
-        if self.closed:
-            raise EngineError("the engine is closed; make another")
-        tokens = read_prompt(prompt, self.vocabulary, self.max_context).tolist()
-        check_sampling(sampling)
-        StopTextMatcher.make(self.decode, sampling)
+        tokens = self.checked_prompt(prompt, sampling)
         started = time.perf_counter()
         completion = await self.routes.ask(session, lambda replica: self._request(replica, tokens, sampling))
         if self.closed:
@@ -212,8 +189,6 @@ class HttpEngine(Engine):
     async def _chat(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], sampling: Sampling, *, session: str
     ) -> tuple[Message, FinishReason]:
-        """The next message, from a chat server."""
-
         async def request(replica: ServerReplica) -> tuple[Message, FinishReason]:
             assert isinstance(replica.server, ChatServer)
             return await replica.server.chat(self._client(replica), replica.model, messages, tools, sampling)
@@ -222,8 +197,7 @@ class HttpEngine(Engine):
 
     async def load(self, weights: Weights, version: int) -> None:
         """Send the weights to every server and verify them; a server that fails gets them when it is back."""
-        if self.closed:
-            raise EngineError("the engine is closed; make another")
+        self.check_open()
         if not self.training:
             return
         started = time.perf_counter()
@@ -244,7 +218,6 @@ class HttpEngine(Engine):
         return errors
 
     async def _update(self, replica: ServerReplica, folder: Path, unless_current: bool = False) -> None:
-        """Send the weights to one server and verify them."""
         server, client = replica.token_server, self._client(replica)
         version = self.routes.target_version
         label = f"{self.run}:{version}"
@@ -257,10 +230,9 @@ class HttpEngine(Engine):
         self.gap = self.probe.check(completion, self.weights, replica.url, server.hint)
 
     async def close(self) -> None:
-        """Pending requests raise; the servers keep their weights."""
         self.closed = True
         self.routes.close()
-        if self._clients is not None and self._clients.loop is asyncio.get_running_loop():
+        if self._loop is asyncio.get_running_loop():
             await self._leave_loop()
         if self.files is not None:
             self.files.close()
@@ -270,12 +242,8 @@ class HttpEngine(Engine):
         return self.routes.is_saturated(self.max_requests)
 
     def metrics(self) -> Metrics:
-        """Since the last call: tokens sampled, requests, retries, lost servers and seconds; servers that are up; and of
-        the last update its duration and the probe's difference."""
-        counts = dict(self.counts)
-        self.counts.update(dict.fromkeys(counts, 0.0))
-        update = {"engine/update_seconds": self.update_seconds, "engine/probe_gap": self.gap}
-        return {f"engine/{name}": value for name, value in counts.items()} | self.routes.metrics() | update
+        """Also retries, lost servers and seconds, and servers that are up."""
+        return super().metrics() | self.routes.metrics()
 
     # ------------------------------------------------------------------------------------------ servers
 
@@ -286,7 +254,7 @@ class HttpEngine(Engine):
                 await self._connect(replica)
                 replica.up = True
             if len({type(replica.server) for replica in self.replicas}) > 1:
-                raise EngineError("engine.urls: servers of several kinds. Name servers of one kind")
+                raise EngineError("engine.args.urls: servers of several kinds. Name servers of one kind")
             if self.training:
                 for error in (await self._publish(self.model.state_dict(), 0)).values():
                     raise error
@@ -296,10 +264,9 @@ class HttpEngine(Engine):
             await self._leave_loop()
 
     async def _leave_loop(self) -> None:
-        """Close the clients of this event loop."""
         self.routes.leave_loop()
-        clients, self._clients = self._clients, None
-        for client in clients.by_url.values() if clients is not None else ():
+        clients, self._clients = self._clients, {}
+        for client in clients.values():
             await client.aclose()
 
     async def _connect(self, replica: ServerReplica) -> None:
@@ -327,7 +294,6 @@ class HttpEngine(Engine):
             )
 
     async def _revive(self, replica: ServerReplica) -> None:
-        """Connect to a lost server and give it the newest weights."""
         await self._connect(replica)
         if not self.training:
             replica.version = self.routes.target_version
@@ -337,13 +303,11 @@ class HttpEngine(Engine):
         await self._update(replica, self.files.folder, unless_current=True)
 
     def _client(self, replica: ServerReplica) -> Client:
-        loop = asyncio.get_running_loop()
-        if self._clients is None or self._clients.loop is not loop:
-            self._clients = LoopClients(loop)
-        if replica.url not in self._clients.by_url:
-            client = make_client(replica.url, self.headers, self.seconds, self.max_requests)
-            self._clients.by_url[replica.url] = client
-        return self._clients.by_url[replica.url]
+        if self._loop is not asyncio.get_running_loop():
+            self._loop, self._clients = asyncio.get_running_loop(), {}
+        if replica.url not in self._clients:
+            self._clients[replica.url] = make_client(replica.url, self.headers, self.seconds, self.max_requests)
+        return self._clients[replica.url]
 
 
 def make_client(url: str, headers: dict[str, str], seconds: float, requests: int) -> Client:
@@ -356,7 +320,8 @@ def make_client(url: str, headers: dict[str, str], seconds: float, requests: int
 
 
 def api_key(variable: str) -> str:
-    """The API key in an environment variable."""
     if not (found := os.environ.get(variable)):
-        raise EngineError(f"engine.api_key_env={variable}: there is no such environment variable. Set it to the key")
+        raise EngineError(
+            f"engine.args.api_key_env={variable}: there is no such environment variable. Set it to the key"
+        )
     return found

@@ -7,7 +7,8 @@ restarted between two requests answers as usual, from the weights it was started
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from arborl.types import FinishReason, Message, Sampling, ToolCall, ToolSpec
 Client = httpx.AsyncClient
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 UPDATE_SECONDS = 900.0
-"""Timeout of an update."""
 
 
 @dataclass(slots=True)
@@ -37,18 +37,14 @@ class CompletionChunk:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """The model that a server reports."""
-
     model: str
     context: int | None
 
 
 async def request_json(client: Client, method: str, path: str, seconds: float | None = None, **options: Any) -> Any:
     """The response's JSON. ReplicaUnavailable if another server may succeed; EngineError if the request is wrong."""
-    try:
+    with _transport_errors(client):
         response = await client.request(method, path, timeout=seconds or httpx.USE_CLIENT_DEFAULT, **options)
-    except (httpx.TransportError, httpx.InvalidURL) as error:
-        raise ReplicaUnavailable(f"{client.base_url}: {_transport_error(error)}") from error
     return _parse(client, path, response.status_code, response.content)
 
 
@@ -57,7 +53,7 @@ def _parse(client: Client, path: str, status: int, content: bytes) -> Any:
     if status >= 500 or status in (408, 429):
         raise ReplicaUnavailable(f"{url} answers {status}: {_error_message(content)}")
     if status in (401, 403):
-        raise EngineError(f"{url} answers {status}: {_error_message(content)} (engine.api_key_env names its key)")
+        raise EngineError(f"{url} answers {status}: {_error_message(content)} (engine.args.api_key_env names its key)")
     if status >= 400:
         raise EngineError(f"{url} answers {status}: {_error_message(content)}")
     if not content:
@@ -69,7 +65,6 @@ def _parse(client: Client, path: str, status: int, content: bytes) -> Any:
 
 
 def _error_message(content: bytes) -> str:
-    """The error message of a response, in one line."""
     try:
         body = json.loads(content)
         found = body.get("error", body.get("detail", body.get("message", body)))
@@ -79,24 +74,27 @@ def _error_message(content: bytes) -> str:
     return " ".join(str(found).split())[:300]
 
 
-def _transport_error(error: Exception) -> str:
-    name = type(error).__name__
-    text = {"ConnectError": "no server there (connection refused)", "ReadTimeout": "took too long"}.get(name, name)
-    return f"{text}{f': {error}' if str(error) and name != 'ConnectError' else ''}"
+@contextmanager
+def _transport_errors(client: Client) -> Iterator[None]:
+    try:
+        yield
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        name = type(error).__name__
+        text = {"ConnectError": "no server there (connection refused)", "ReadTimeout": "took too long"}.get(name, name)
+        detail = f": {error}" if str(error) and name != "ConnectError" else ""
+        raise ReplicaUnavailable(f"{client.base_url}: {text}{detail}") from error
 
 
 async def has_route(client: Client, path: str, method: str = "GET") -> bool:
     """Whether the server has this route and allows it; it may reject missing arguments."""
-    try:
+    with _transport_errors(client):
         response = await client.request(method, path, json={} if method == "POST" else None)
-    except (httpx.TransportError, httpx.InvalidURL) as error:
-        raise ReplicaUnavailable(f"{client.base_url}: {_transport_error(error)}") from error
     return response.status_code not in (403, 404, 405)
 
 
 async def stream_events(client: Client, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
     """Server-sent events of a request. Closing the iterator aborts the request at the server."""
-    try:
+    with _transport_errors(client):
         async with client.stream("POST", path, json=body) as response:
             if response.status_code >= 400:
                 _parse(client, path, response.status_code, await response.aread())
@@ -107,8 +105,6 @@ async def stream_events(client: Client, path: str, body: Mapping[str, Any]) -> A
                     if isinstance(event, Mapping) and "error" in event:
                         raise ReplicaUnavailable(f"{client.base_url}: {_error_message(text.encode())}")
                     yield event
-    except httpx.TransportError as error:
-        raise ReplicaUnavailable(f"{client.base_url}: {_transport_error(error)}") from error
 
 
 class VllmServer:
@@ -165,7 +161,6 @@ class VllmServer:
                 yield read(_first_choice(client, event), False)
 
     async def label(self, client: Client) -> str:
-        """Label of the server's weights."""
         return str((await request_json(client, "GET", "/weight_info"))["weight_version"]) if self.is_dev else ""
 
     async def update(self, client: Client, folder: Path, label: str) -> None:
@@ -187,7 +182,6 @@ class VllmServer:
             await request_json(client, "POST", "/resume")
 
     async def encode(self, client: Client, model: str, text: str) -> list[int] | None:
-        """Token ids of a text by the server's tokenizer."""
         body = {"model": model, "prompt": text, "add_special_tokens": False}
         return list((await request_json(client, "POST", "/tokenize", json=body))["tokens"])
 
@@ -306,7 +300,6 @@ def _tool_call(call: Mapping[str, Any]) -> ToolCall:
 
 
 def message_to_dict(message: Message) -> dict[str, Any]:
-    """A message in OpenAI's format."""
     found: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls and not message.sampled:
         found["tool_calls"] = [
@@ -331,7 +324,7 @@ async def detect_server(client: Client, named: str | None, chat: bool = False) -
     if named is None and len(listed) == 1:
         named = next(iter(listed))
     if named not in listed:
-        remedy = "write engine.model=NAME" if named is None else f"engine.model={named} is not among them"
+        remedy = "write engine.args.model=NAME" if named is None else f"engine.args.model={named} is not among them"
         raise EngineError(
             f"{str(client.base_url).rstrip('/')} serves {', '.join(listed) or 'no model'}: {remedy}"
         )  # fmt: skip

@@ -23,12 +23,7 @@ COLUMNS = re.compile(r"\.o_proj\.(base_layer\.)?(weight|lora_A\..*)$")
 
 
 class PaddedHeads:
-    """Heads of size `small` in heads of size `large`.
-
-    Example:
-        heads = PaddedHeads(40, 64)
-        weights = {name: heads.tensor(name, tensor) for name, tensor in model.state_dict().items()}
-    """
+    """Heads of size `small` in heads of size `large`."""
 
     def __init__(self, small: int, large: int):
         self.small, self.large = small, large
@@ -37,7 +32,6 @@ class PaddedHeads:
         """Target index of each element: the two of a rotary pair are half a head apart."""
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's `config.json` with padded heads."""
         rope = dict(config.get("rope_parameters") or {})
         theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
         rope_type = rope.get("rope_type", "default")
@@ -54,7 +48,6 @@ class PaddedHeads:
         }
 
     def tensor(self, name: str, tensor: Tensor) -> Tensor:
-        """A weight, or a LoRA factor, with padded heads."""
         if match := ROWS.search(name):
             scale = (self.large / self.small) ** 0.5 if match[1] == "q" else 1.0
             return self._pad(tensor * scale, 0)
@@ -69,18 +62,13 @@ class PaddedHeads:
 
 
 def head_size(config: Mapping[str, Any]) -> int:
-    """Size of an attention head."""
     heads = config.get("num_attention_heads") or config.get("n_head") or 1
     return int(config.get("head_dim") or (config.get("hidden_size") or config.get("n_embd") or 0) // heads)
 
 
 def export_padded(folder: Path, target: Path, large: int) -> Path:
     """Write the model of a folder with larger heads, in float32 because bfloat16 rounds the scaled queries. Tokenizer
-    and template are copied; the result can be trained as `model.name`.
-
-    Example:
-        export_padded(resolve("seedling"), Path("seedling-64"), 64)
-    """
+    and template are copied; the result can be trained as `model.name`."""
     import shutil
 
     from safetensors.torch import load_file, save_file

@@ -23,9 +23,7 @@ from arborl.types import Metrics
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
-"""Wait between two attempts to reach a lost replica."""
 MAX_SESSIONS = 20_000
-"""Sessions whose replica is remembered."""
 
 
 class ReplicaUnavailable(EngineError):
@@ -38,20 +36,15 @@ class WeightMismatch(EngineError):
 
 @dataclass(eq=False, slots=True)
 class Replica:
-    """One replica."""
-
     name: str
     up: bool = False
     version: int | None = None
     """Policy version of its weights; None if they are not this run's."""
     busy: int = 0
-    """Requests in progress."""
     why: str = ""
-    """The last error."""
     last_response: float = 0.0
     """Time of the last response; of the last request if it was idle before."""
     lost_at: float = 0.0
-    """Time of the last response before it was lost."""
     uncounted_since: float | None = None
     """Start of the lost time that `metrics` has not reported yet."""
 
@@ -62,32 +55,18 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class LoopState:
-    """State of one event loop."""
-
     loop: asyncio.AbstractEventLoop
     recoveries: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    """Tasks that recover lost replicas, by name."""
     recovered: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class ReplicaPool(Generic[R]):
-    """Routes requests to replicas and recovers lost ones.
-
-    Args:
-        all: the replicas.
-        revive: reaches one and gives it the weights of `target_version`; raises EngineError if it fails.
-        seconds: how long a request waits while no replica is up.
-        noun: what messages call a replica.
-
-    Example:
-        result = await pool.ask("episode 7", lambda replica: replica.sample(prompt))
-    """
+    """Routes requests to replicas and recovers lost ones."""
 
     def __init__(self, all: Sequence[R], revive: Callable[[R], Awaitable[None]], seconds: float, noun: str = "server"):
         self.all, self.revive, self.seconds, self.noun = all, revive, seconds, noun
         self.sessions: OrderedDict[str, R] = OrderedDict()
         self.target_version = 0
-        """The version that all replicas should have."""
         self.closed = False
         self.counts = dict.fromkeys(("retried", "lost", "seconds_lost"), 0.0)
         self._state: LoopState | None = None
@@ -183,7 +162,6 @@ class ReplicaPool(Generic[R]):
         self.start_recoveries()
 
     def start_recoveries(self) -> None:
-        """Start a task for every lost replica that has none."""
         state = self._loop_state()
         for replica in self.all:
             if not replica.up and (replica.name not in state.recoveries or state.recoveries[replica.name].done()):
@@ -224,7 +202,6 @@ class ReplicaPool(Generic[R]):
         return {f"engine/{name}": value for name, value in counts.items()} | {"engine/servers": float(len(self.up))}
 
     def close(self) -> None:
-        """Stop recoveries; waiting requests raise."""
         self.closed = True
         state, self._state = self._state, None
         if state is not None and not state.loop.is_closed():
@@ -245,20 +222,20 @@ class ReplicaPool(Generic[R]):
         return self._state
 
 
-def run_blocking(work: Coroutine[Any, Any, None]) -> None:
+def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end, also inside a running event loop. An interrupt of the caller cancels it."""
     started: SimpleQueue[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = SimpleQueue()
 
-    async def tracked() -> None:
+    async def tracked() -> T:
         task = asyncio.current_task()
         assert task is not None
         started.put((asyncio.get_running_loop(), task))
-        await work
+        return await work
 
     with ThreadPoolExecutor(max_workers=1) as thread:
         outcome = thread.submit(asyncio.run, tracked())
         try:
-            outcome.result()
+            return outcome.result()
         except BaseException:
             if not outcome.done():
                 loop, task = started.get()

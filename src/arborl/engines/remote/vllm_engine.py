@@ -1,9 +1,9 @@
 """Sampling by vLLM in a process of its own, with its own copy of the weights.
 
-The process may belong to another environment (`engine.python`), because vLLM pins versions of other packages. Requests
-go through a socket and weights through shared memory; with LoRA, only the adapters after the first update. An update
-waits for no request: running ones pause between two tokens, continue with the new weights, and report which tokens each
-version sampled. `vllm_worker/vllm_main.py` is the other side.
+The process may belong to another environment (`engine.args.python`), because vLLM pins versions of other packages.
+Requests go through a socket and weights through shared memory; with LoRA, only the adapters after the first update.
+An update waits for no request: running ones pause between two tokens, continue with the new weights, and report which
+tokens each version sampled. `vllm_worker/vllm_main.py` is the other side.
 """
 
 from __future__ import annotations
@@ -12,27 +12,30 @@ import asyncio
 import json
 import logging
 import math
+import mmap
+import os
 import shutil
 import sys
 import tempfile
 import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from arborl.engines.engine import Engine, TokenListener, Weights, completion_versions
-from arborl.engines.engine_requests import StopTextMatcher, check_sampling, read_prompt
+from arborl.engines.engine import TokenListener, Weights, completion_versions
+from arborl.engines.engine_requests import StopTextMatcher
 from arborl.engines.local.kv_cache import default_kv_tokens, token_bytes
 from arborl.engines.remote.padded_heads import PaddedHeads, head_size
-from arborl.engines.remote.shared_weights import SharedWeights
+from arborl.engines.remote.replicas import run_blocking
 from arborl.engines.remote.vllm_process import Response, VllmProcess
 from arborl.engines.remote.weight_sync import (
     PROBE_PROMPT,
-    WeightProbe,
+    Decode,
+    SyncedEngine,
     adapter_weights,
     base_weights,
     sampling_params,
@@ -40,38 +43,34 @@ from arborl.engines.remote.weight_sync import (
 )
 from arborl.errors import EngineError
 from arborl.models.lora import has_lora
-from arborl.types import Completion, FinishReason, Metrics, Sampling
+from arborl.types import Completion, FinishReason, Sampling
 
 log = logging.getLogger(__name__)
 
 START_SECONDS = 900.0
 """Timeout of vLLM's start: on a GPU it compiles."""
 UPDATE_SECONDS = 600.0
-"""Timeout of an update."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Head sizes of vLLM's CPU kernels."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Maximum ranks that vLLM accepts."""
+ALIGNMENT = 64
+
+TableRow = tuple[str, str, list[int], int]
+"""Name, dtype, shape, offset in bytes."""
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
-class VllmEngine(Engine):
+class VllmEngine(SyncedEngine):
     """vLLM in a process of its own.
 
     Args:
-        model: the learner's; its weights are sent.
-        max_context: maximum tokens of prompt and completion.
         max_requests: requests that run at once; others wait.
         kv_tokens: size of the KV cache in tokens; 0 uses a share of the memory.
-        dtype: precision; `auto` is the model's.
         python: the interpreter that has vLLM; by default this one.
         args: further arguments of vLLM's `AsyncEngineArgs`.
         sampling: the run's sampling parameters, for the probe after an update.
         sleep_mode: use vLLM's sleep mode during updates, on a GPU that learner and engine share.
-        decode: token ids to text, for stop texts.
     """
-
-    verifies_weights = True
 
     def __init__(
         self,
@@ -84,18 +83,10 @@ class VllmEngine(Engine):
         args: Mapping[str, Any] | None = None,
         sampling: Sampling | None = None,
         sleep_mode: bool = False,
-        decode: Callable[[Sequence[int]], str] | None = None,
+        decode: Decode | None = None,
     ):
-        self.model, self.max_context, self.decode, self.sleep_mode = model, max_context, decode, sleep_mode
-        self.vocabulary = int(model.config.vocab_size)
-        self.dtype = str(model.dtype).removeprefix("torch.") if dtype == "auto" else dtype
-        self.run = uuid.uuid4().hex[:8]
-        """Prefix of this run's weight labels."""
-        self.version = 0
-        self.loaded = self.is_asleep = self.closed = False
-        self.counts = dict.fromkeys(("sampled", "requests"), 0.0)
-        self.gap = self.update_seconds = 0.0
-        """Of the last update: the probe's difference and the duration."""
+        super().__init__(model, max_context, decode, dtype, sampling)
+        self.sleep_mode, self.loaded, self.is_asleep = sleep_mode, False, False
         self.heads, config = _vllm_config(model)
         self.folder = Path(tempfile.mkdtemp(prefix="arborl-vllm-"))
         self.memory: SharedWeights | None = None
@@ -105,15 +96,14 @@ class VllmEngine(Engine):
             self.memory = SharedWeights()
             self.process = VllmProcess(python or sys.executable)
             engine_args = self._engine_args(max_requests, kv_tokens) | dict(args or {})
-            self.probe = WeightProbe(model, sampling or Sampling(), str(engine_args["dtype"]))
-            started = self.process.request_blocking("start", START_SECONDS, args=engine_args)
+            self.probe.dtype = str(engine_args["dtype"])
+            started = run_blocking(self.process.call("start", START_SECONDS, args=engine_args))
             log.info("vLLM %s is ready, process %d", started.get("vllm"), self.process.child.pid)
         except BaseException:
             self._clean()
             raise
 
     def _engine_args(self, max_requests: int, kv_tokens: int) -> dict[str, Any]:
-        """Arguments of vLLM's `AsyncEngineArgs`."""
         model, context = self.model, self.max_context
         tokens = kv_tokens or default_kv_tokens(model, context)
         bytes_per_token = token_bytes(model) * (self.heads.large / self.heads.small if self.heads else 1)
@@ -143,18 +133,13 @@ class VllmEngine(Engine):
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, session: str, listener: TokenListener | None = None
     ) -> Completion:
-        """Sample a continuation of `prompt`; vLLM's prefix cache finds the session's earlier turns."""
-        if self.closed:
-            raise EngineError("the engine is closed; make another")
-        tokens = read_prompt(prompt, self.vocabulary, self.max_context)
-        check_sampling(sampling)
-        StopTextMatcher.make(self.decode, sampling)
+        tokens = self.checked_prompt(prompt, sampling)
         if not self.loaded:
             await self.load(self.model.state_dict(), self.version)
         if self.is_asleep:
             await self._wake_up()
         started = time.perf_counter()
-        response, stopped = await self._sample(tokens.tolist(), sampling)
+        response, stopped = await self._sample(tokens, sampling)
         return self._completion(response, stopped, time.perf_counter() - started)
 
     async def _sample(self, prompt: list[int], sampling: Sampling) -> tuple[Response, bool]:
@@ -205,9 +190,7 @@ class VllmEngine(Engine):
         return Completion(tuple(tokens), tuple(logprobs), finish, version, seconds, mixed)
 
     async def load(self, weights: Weights, version: int) -> None:
-        """Send the weights and verify them."""
-        if self.closed:
-            raise EngineError("the engine is closed; make another")
+        self.check_open()
         started = time.perf_counter()
         sent = dict(weights)
         first = not self.loaded
@@ -241,7 +224,7 @@ class VllmEngine(Engine):
         save_adapter(self.model, folder, {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
         return folder
 
-    def _padded(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _padded(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.heads is None:
             return tensors
         return {name: self.heads.tensor(name, tensor) for name, tensor in tensors.items()}
@@ -268,17 +251,8 @@ class VllmEngine(Engine):
         return self.process
 
     async def close(self) -> None:
-        """End the process; pending requests raise."""
         self.closed = True
         await asyncio.to_thread(self._clean)
-
-    def metrics(self) -> Metrics:
-        """Since the last call: tokens sampled and requests; of the last update its duration and the probe's
-        difference."""
-        counts = dict(self.counts)
-        self.counts.update(dict.fromkeys(counts, 0.0))
-        update = {"engine/update_seconds": self.update_seconds, "engine/probe_gap": self.gap}
-        return {f"engine/{name}": value for name, value in counts.items()} | update
 
     def __del__(self) -> None:
         if hasattr(self, "process"):  # not if the constructor failed early
@@ -291,6 +265,55 @@ class VllmEngine(Engine):
             self.memory.close()
             self.memory = None
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class SharedWeights:
+    """Memory that another process may map, overwritten at every update. Where the system supports it the memory has no
+    name in a file system, so a killed process leaves nothing behind."""
+
+    def __init__(self) -> None:
+        if hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create("arborl-weights")
+            self.path = Path(f"/proc/{os.getpid()}/fd/{descriptor}")  # valid in other processes while this one lives
+        else:
+            descriptor, name = tempfile.mkstemp(prefix="arborl-weights-")  # readable by this user only
+            self.path = Path(name)
+        self.file, self.size = os.fdopen(descriptor, "r+b"), 0
+        self.memory: mmap.mmap | None = None
+
+    def write(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> list[TableRow]:
+        """Copy the tensors, in `dtype` if given; returns their places."""
+        table: list[TableRow] = []
+        end = 0
+        for name, tensor in tensors.items():
+            target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            table.append((name, str(target).removeprefix("torch."), list(tensor.shape), end))
+            end += -(-tensor.numel() * target.itemsize // ALIGNMENT) * ALIGNMENT
+        memory = self._resize(max(end, ALIGNMENT))
+        for (_, dtype_name, shape, begin), tensor in zip(table, tensors.values(), strict=True):
+            if tensor.numel():
+                view = torch.frombuffer(
+                    memory, dtype=getattr(torch, dtype_name), count=tensor.numel(), offset=begin
+                ).view(shape)
+                view.copy_(tensor.detach())
+                del view  # the memory cannot be closed while a view exists
+        return table
+
+    def _resize(self, size: int) -> mmap.mmap:
+        if self.memory is None or self.size < size:
+            if self.memory is not None:
+                self.memory.close()
+            self.file.truncate(size)
+            self.memory, self.size = mmap.mmap(self.file.fileno(), size), size
+        return self.memory
+
+    def close(self) -> None:
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
+        self.file.close()
+        if not hasattr(os, "memfd_create"):
+            self.path.unlink(missing_ok=True)
 
 
 def _vllm_config(model: PreTrainedModel) -> tuple[PaddedHeads | None, dict[str, Any]]:

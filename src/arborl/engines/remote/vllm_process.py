@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
-import signal
+import shutil
 import socket
 import struct
 import subprocess
 import threading
-import time
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from arborl.child_process import supervised_command
 from arborl.errors import EngineError
-
-log = logging.getLogger(__name__)
 
 WORKER_DIR = Path(__file__).parent / "vllm_worker"
 EXIT_SECONDS = 10.0
@@ -37,7 +34,7 @@ class VllmProcessDied(EngineError):
 
 
 class PendingResponse:
-    """The response of one request, in the event loop of its caller."""
+    """The parts of a response, in the event loop of its caller."""
 
     def __init__(self, process: VllmProcess, number: int):
         self.process, self.number, self.is_done = process, number, False
@@ -50,47 +47,29 @@ class PendingResponse:
 
     async def next(self) -> Response:
         part = await self.parts.get()
-        if part.get("done"):
-            self.is_done = True
+        self.is_done |= bool(part.get("done"))
         if "error" in part:
             raise (VllmProcessDied if part.get("dead") else EngineError)(part["error"])
         return part
 
     def forget(self) -> None:
-        """Ignore further parts."""
         self.is_done = True
-        self.process.forget(self.number)
-
-
-class BlockingResponse:
-    """The response of one request, for a waiting thread."""
-
-    def __init__(self, number: int):
-        self.number, self.arrived, self.part = number, threading.Event(), Response()
-
-    def put(self, part: Response) -> None:
-        self.part = part
-        self.arrived.set()
-
-    def get(self, seconds: float, method: str) -> Response:
-        if not self.arrived.wait(seconds):
-            raise EngineError(f"vLLM did not answer {method!r} within {seconds:g} s")
-        if "error" in self.part:
-            raise EngineError(self.part["error"])
-        return self.part
+        with self.process.lock:
+            self.process.pending.pop(self.number, None)
 
 
 class VllmProcess:
-    """The process and its pending requests."""
-
     def __init__(self, python: str):
-        ours, theirs = socket.socketpair()
+        if shutil.which(python) is None:
+            raise EngineError(f"{python} cannot be started: No such file or no permission")
+        self.socket, theirs = socket.socketpair()
         self.output: deque[str] = deque(maxlen=400)
         path = os.pathsep.join([str(WORKER_DIR), *filter(None, [os.environ.get("PYTHONPATH")])])
         quiet = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        try:
+        command = [python, str(WORKER_DIR / "vllm_main.py"), str(theirs.fileno())]
+        with theirs:
             self.child = subprocess.Popen(
-                [python, str(WORKER_DIR / "vllm_main.py"), str(theirs.fileno())],
+                supervised_command(command, keep_stderr=True),
                 pass_fds=[theirs.fileno()],
                 env={**quiet, **os.environ, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
@@ -98,23 +77,25 @@ class VllmProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        except OSError as error:
-            ours.close()
-            raise EngineError(f"{python} cannot be started: {error.strerror}") from error
-        finally:
-            theirs.close()
-        self.socket, self.lock = ours, threading.Lock()
+        self.lock = threading.Lock()
         self.number = 0
-        self.pending: dict[int, PendingResponse | BlockingResponse] = {}
+        self.pending: dict[int, PendingResponse] = {}
         self.end_reason = ""
         self.output_thread = threading.Thread(target=self._read_output, name="arborl-vllm-log", daemon=True)
         self.output_thread.start()
         threading.Thread(target=self._read_responses, name="arborl-vllm", daemon=True).start()
 
     def request(self, method: str, **args: Any) -> PendingResponse:
-        """Send a request from an event loop."""
-        response = PendingResponse(self, self._next_number())
-        self._send(response, method, args)
+        with self.lock:
+            self.number += 1
+            response = self.pending[self.number] = PendingResponse(self, self.number)
+        try:
+            if self.end_reason:
+                raise OSError
+            self._write({"id": response.number, "method": method, **args})
+        except OSError:
+            response.forget()
+            raise VllmProcessDied(self.error_message()) from None
         return response
 
     def notify(self, method: str, **args: Any) -> None:
@@ -122,14 +103,8 @@ class VllmProcess:
         with suppress(OSError):
             self._write({"id": 0, "method": method, **args})
 
-    def request_blocking(self, method: str, seconds: float, **args: Any) -> Response:
-        """Send a request and wait for its response in this thread."""
-        response = BlockingResponse(self._next_number())
-        self._send(response, method, args)
-        return response.get(seconds, method)
-
     async def call(self, method: str, seconds: float, **args: Any) -> Response:
-        """Send a request with a response of one part."""
+        """The only part of a response."""
         response = self.request(method, **args)
         try:
             return await asyncio.wait_for(response.next(), seconds)
@@ -138,33 +113,12 @@ class VllmProcess:
         finally:
             response.forget()
 
-    def _next_number(self) -> int:
-        with self.lock:
-            self.number += 1
-            return self.number
-
-    def _send(self, response: PendingResponse | BlockingResponse, method: str, args: dict[str, Any]) -> None:
-        with self.lock:
-            self.pending[response.number] = response
-        try:
-            if self.end_reason:
-                raise OSError
-            self._write({"id": response.number, "method": method, **args})
-        except OSError:
-            self.forget(response.number)
-            raise VllmProcessDied(self.error_message()) from None
-
     def _write(self, message: dict[str, Any]) -> None:
         packed = json.dumps(message).encode()
         with self.lock:
             self.socket.sendall(struct.pack("!I", len(packed)) + packed)
 
-    def forget(self, number: int) -> None:
-        with self.lock:
-            self.pending.pop(number, None)
-
     def _read_responses(self) -> None:
-        """Dispatch responses until the process ends."""
         with suppress(OSError), self.socket.makefile("rb") as stream:
             while len(head := stream.read(4)) == 4:
                 part = json.loads(stream.read(struct.unpack("!I", head)[0]))
@@ -179,7 +133,7 @@ class VllmProcess:
             orphans, self.pending = list(self.pending.values()), {}
         with suppress(subprocess.TimeoutExpired):
             self.child.wait(EXIT_SECONDS)
-        self.output_thread.join(1.0)  # its children may still hold the pipe
+        self.output_thread.join(1.0)
         for response in orphans:
             response.put({"done": True, "error": self.error_message(), "dead": True})
 
@@ -193,42 +147,17 @@ class VllmProcess:
         code = self.child.poll()
         last = next((line for line in reversed(self.output) if "Error" in line and "EngineCore" not in line), "")
         ending = "" if code is None else f", exit code {code}"
-        return (
-            f"vLLM: {self.end_reason or 'its process is gone'}{ending}{f'; its output: {last[-300:]}' if last else ''}"
-        )
+        reason = self.end_reason or "its process is gone"
+        return f"vLLM: {reason}{ending}{f'; its output: {last[-300:]}' if last else ''}"
 
     def end(self, reason: str) -> None:
-        """Close the socket, upon which the process frees its shared memory and exits; kill its group if it does not."""
+        """Close the socket, upon which the process frees its shared memory and exits; kill it if it does not."""
         self.end_reason = self.end_reason or reason
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
-        with suppress(subprocess.TimeoutExpired):
+        try:
             self.child.wait(EXIT_SECONDS)
-        kill_process_group(self.child.pid)
-        with suppress(subprocess.TimeoutExpired):
-            self.child.wait(EXIT_SECONDS)
-
-
-def kill_process_group(group: int) -> None:
-    """Kill the processes of a group and wait for their end. Python's `resource_tracker` is spared: it frees shared
-    memory and exits after the others."""
-    deadline = time.monotonic() + EXIT_SECONDS
-    while (members := _members(group)) and time.monotonic() < deadline:
-        for process, command in members:
-            if b"resource_tracker" not in command:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(process, signal.SIGKILL)
-        time.sleep(0.02)
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
-
-
-def _members(group: int) -> list[tuple[int, bytes]]:
-    """Processes of a group and their command lines; empty without /proc."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended meanwhile
-            state, _, its_group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state != "Z":
-                found.append((int(folder.name), (folder / "cmdline").read_bytes()))
-    return found
+        except subprocess.TimeoutExpired:
+            self.child.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.child.wait(EXIT_SECONDS)

@@ -56,7 +56,7 @@ class GymnasiumEnv(Env):
             never successful.
 
     Example:
-        FromGymnasium("FrozenLake-v1", names=("Left", "Down", "Right", "Up"))
+        GymnasiumEnv("FrozenLake-v1", names=("Left", "Down", "Right", "Up"))
     """
 
     tagged = True
@@ -78,20 +78,19 @@ class GymnasiumEnv(Env):
             raise ValueError(f"success={success!r}: give {TERMINATED!r}, or the minimum return of a success")
         self.gym = id if isinstance(id, gymnasium.Env) else _make(id, dict(kwargs or {}))
         self.names = _names(self.gym, names)
+        self.first = int(getattr(self.gym.action_space, "start", 0))
         self.describe = describe
         if describe is None and not is_textual_space(self.gym.observation_space):
             raise ValueError(
                 f"the observations of {self.gym} are {self.gym.observation_space}: neither discrete nor text. "
                 "Give describe=, a function from an observation to a text."
             )
-        self.instruction = instruction or self._instruction()
+        names_or_text = (
+            f"one of {', '.join(self.names)}: <answer>{self.names[0]}" if self.names else "a text: <answer>text"
+        )
+        self.instruction = instruction or f"Each turn, answer with {names_or_text}</answer>."
         self.format_penalty, self.max_steps = format_penalty, max_steps
         self.success = getattr(self.gym.spec, "reward_threshold", None) if success is None else success
-
-    def _instruction(self) -> str:
-        if not self.names:
-            return "Each turn, answer with a text: <answer>text</answer>."
-        return f"Each turn, answer with one of {', '.join(self.names)}: <answer>{self.names[0]}</answer>."
 
     async def reset(self, task: Task, seed: int) -> Observation:
         observation, _ = self.gym.reset(seed=derive(task.seed, "gymnasium") % 2**31)
@@ -104,7 +103,10 @@ class GymnasiumEnv(Env):
     async def step(self, action: Message) -> Step:
         chosen = self._read(action.content)
         self.is_legal = chosen is not None
-        taken = chosen if self.is_legal else self._random_action()
+        taken = chosen
+        if not self.is_legal:  # a random action, seeded by the episode's seed and the step
+            self.gym.action_space.seed(derive(self.seed, "instead", self.steps) % 2**31)
+            taken = self.gym.action_space.sample()
         observation, env_reward, terminated, truncated, _ = self.gym.step(taken)
         self.text, self.terminated = self._describe(observation), bool(terminated)
         reward = float(env_reward) + (0.0 if self.is_legal else self.format_penalty)
@@ -112,7 +114,10 @@ class GymnasiumEnv(Env):
         self.valid += self.is_legal
         self.env_return += float(env_reward)
         self.total += reward
-        shown = self.text if self.is_legal else f"{INVALID} {self._name(taken)} was taken instead.\n{self.text}"
+        shown = self.text
+        if not self.is_legal:
+            name = self.names[int(taken) - self.first] if self.names else str(taken)
+            shown = f"{INVALID} {name} was taken instead.\n{self.text}"
         late = bool(truncated) or 0 < self.max_steps <= self.steps
         return Step(
             Observation((Message("user", shown),), self.text),
@@ -122,20 +127,10 @@ class GymnasiumEnv(Env):
             info={"valid": float(self.is_legal)},
         )
 
-    def _random_action(self) -> Any:
-        """A random action, seeded by the episode's seed and the step."""
-        self.gym.action_space.seed(derive(self.seed, "instead", self.steps) % 2**31)
-        return self.gym.action_space.sample()
-
-    def _name(self, action: Any) -> str:
-        start = int(getattr(self.gym.action_space, "start", 0))
-        return self.names[int(action) - start] if self.names else str(action)
-
     def _read(self, text: str) -> Any:
         if self.names:
             name = parse_choice(text, self.names)
-            start = int(getattr(self.gym.action_space, "start", 0))
-            return None if name is None else start + self.names.index(name)
+            return None if name is None else self.first + self.names.index(name)
         found = parse_answer(text)
         found = text if found is None else found
         return found if self.gym.action_space.contains(found) else None
@@ -218,11 +213,6 @@ def is_textual_space(space: spaces.Space[Any]) -> bool:
 
 
 def observation_text(observation: Any) -> str:
-    """An observation as text.
-
-    Example:
-        in_words({"row": np.int64(3), "goal": "G"})      # 'row: 3, goal: G'
-    """
     if isinstance(observation, Mapping):
         return ", ".join(f"{name}: {observation_text(part)}" for name, part in observation.items())
     if isinstance(observation, tuple | list | np.ndarray):
@@ -276,7 +266,7 @@ class ArborGymnasiumEnv(gymnasium.Env[str, str]):
     ):
         if render_mode is not None and render_mode not in self.metadata["render_modes"]:
             raise ValueError(f"render_mode={render_mode!r}: give one of {', '.join(self.metadata['render_modes'])}")
-        self.env, self.task, self.render_mode = env, task or _task, render_mode
+        self.env, self.task, self.render_mode = env, task, render_mode
         self.observation_space, self.action_space = AnyTextSpace(max_length), MoveSpace(env, max_length)
 
         def make_copy(render_mode: str | None = None, **_: Any) -> ArborGymnasiumEnv:
@@ -288,7 +278,10 @@ class ArborGymnasiumEnv(gymnasium.Env[str, str]):
         """Start an episode with a task drawn from the seed, or with `options["task"]`."""
         super().reset(seed=seed)
         drawn = int(self.np_random.integers(2**62))
-        task = (options or {}).get("task") or self.task(drawn)
+        task = (options or {}).get("task")
+        if task is None and self.task is not None:
+            task = self.task(drawn)
+        task = task or Task(f"gymnasium/{drawn}", seed=drawn, fields={"split": "train"})
         observation = _run_coroutine(self.env.reset(task, derive(drawn, "episode")))
         return _text(observation), self._info(observation)
 
@@ -324,10 +317,6 @@ def to_gymnasium(
         seen, reward, terminated, truncated, info = lake.step(lake.action_space.sample())
     """
     return ArborGymnasiumEnv(env, task, render_mode, max_length)
-
-
-def _task(seed: int) -> Task:
-    return Task(f"gymnasium/{seed}", seed=seed, fields={"split": "train"})
 
 
 def _text(observation: Observation) -> str:

@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from arborl.envs.env import Env, Observation, Step, format_answer, parse_answer, split_of, task_split
@@ -33,32 +34,31 @@ MAX_DRAWS = 200
 """Problems drawn before an error."""
 
 
+@dataclass(eq=False)
 class ReasoningGym(Env):
-    """One problem of a `reasoning_gym` data set; the reward is the data set's score.
-
-    Args:
-        dataset: name, for example `leg_counting` or `chain_sum`.
-        config: arguments of the data set.
-        format_penalty: reward of a message without an answer.
-    """
+    """One problem of a `reasoning_gym` data set; the reward is the data set's score."""
 
     blocking = False
     tagged = True
 
-    def __init__(
-        self, dataset: str = "leg_counting", config: Mapping[str, Any] | None = None, format_penalty: float = 0.0
-    ):
-        if format_penalty > 0:
-            raise ValueError(f"format_penalty={format_penalty}: a penalty is negative or zero")
-        self.dataset, self.config, self.format_penalty = dataset, dict(config or {}), format_penalty
+    dataset: str = "leg_counting"
+    """Name, for example `leg_counting` or `chain_sum`."""
+    config: Mapping[str, Any] | None = None
+    """Arguments of the data set."""
+    format_penalty: float = 0.0
+    """Reward of a message without an answer."""
+
+    def __post_init__(self) -> None:
+        if self.format_penalty > 0:
+            raise ValueError(f"format_penalty={self.format_penalty}: a penalty is negative or zero")
         self._make(0)  # raises for an unknown name or argument
 
     def _make(self, seed: int) -> Any:
         gym = require_package("reasoning_gym", "reasoning_gym")
         try:
-            return gym.create_dataset(self.dataset, **{**self.config, "seed": seed, "size": 1})
+            return gym.create_dataset(self.dataset, **{**(self.config or {}), "seed": seed, "size": 1})
         except (TypeError, AssertionError) as error:
-            raise ValueError(f"dataset={self.dataset!r}, config={self.config}: {error}") from error
+            raise ValueError(f"dataset={self.dataset!r}, config={self.config or {}}: {error}") from error
 
     async def reset(self, task: Task, seed: int) -> Observation:
         split = task_split(task, "reasoning_gym")
@@ -91,7 +91,6 @@ class ReasoningGym(Env):
         return {"success": float(self.score >= 1.0), "score": self.score}
 
     def oracle(self) -> str | None:
-        """The data set's answer, if any."""
         known = self.entry.get("answer")
         return None if known is None else format_answer(str(known))
 
@@ -156,7 +155,6 @@ class TextArena(Env):
         )
 
     def _errors(self) -> int:
-        """Number of consecutive invalid moves."""
         return int(getattr(self.arena.state, "error_count", 0))
 
     def _new_text(self) -> str:
@@ -186,46 +184,42 @@ class TextArena(Env):
         return self.transcript
 
 
+@dataclass(eq=False)
 class OpenEnv(Env):
     """An environment behind an OpenEnv server.
 
     `reset` sends the task's seed; determinism depends on the server. Snapshots are not supported.
-
-    Args:
-        url: server address, `http://…` or `ws://…`.
-        action_field: the action is `{action_field: the agent's message}`.
-        observation_field: field of the observation that is shown; by default all fields as JSON.
-        client: returns a client; by default OpenEnv's `GenericEnvClient(url)`.
-        max_steps: the episode is truncated after this many steps.
     """
 
-    def __init__(
-        self,
-        url: str = "http://localhost:8000",
-        action_field: str = "message",
-        observation_field: str = "",
-        client: Callable[[], Any] | None = None,
-        max_steps: int = 32,
-    ):
-        if max_steps < 1:
-            raise ValueError(f"max_steps={max_steps}: give at least 1")
-        if client is None:
+    url: str = "http://localhost:8000"
+    """Server address, `http://…` or `ws://…`."""
+    action_field: str = "message"
+    """The action is `{action_field: the agent's message}`."""
+    observation_field: str = ""
+    """Field of the observation that is shown; by default all fields as JSON."""
+    client: Callable[[], Any] | None = None
+    """Returns a client; by default OpenEnv's `GenericEnvClient(url)`."""
+    max_steps: int = 32
+    """The episode is truncated after this many steps."""
+
+    def __post_init__(self) -> None:
+        if self.max_steps < 1:
+            raise ValueError(f"max_steps={self.max_steps}: give at least 1")
+        if self.client is None:
             require_package("openenv", "openenv")
-        self.url, self.make, self.max_steps = url, client, max_steps
-        self.action_field, self.observation_field = action_field, observation_field
-        self.client: Any = None
+        self._client: Any = None
 
     async def reset(self, task: Task, seed: int) -> Observation:
-        if self.client is None:
-            self.client = (
-                self.make() if self.make else require_package("openenv.core", "openenv").GenericEnvClient(self.url)
-            )
-        result = await await_if_needed(self.client.reset(seed=derive(task.seed, "openenv") % 2**31))
+        if self._client is None and self.client is not None:
+            self._client = self.client()
+        elif self._client is None:
+            self._client = require_package("openenv.core", "openenv").GenericEnvClient(self.url)
+        result = await await_if_needed(self._client.reset(seed=derive(task.seed, "openenv") % 2**31))
         self.total, self.steps, self.text = 0.0, 0, self._read(result.observation)
         return Observation((Message("user", self.text),), state_key=self.text)
 
     async def step(self, action: Message) -> Step:
-        result = await await_if_needed(self.client.step({self.action_field: action.content}))
+        result = await await_if_needed(self._client.step({self.action_field: action.content}))
         self.text, self.steps = self._read(result.observation), self.steps + 1
         reward = 0.0 if result.reward is None else float(result.reward)
         self.total += reward
@@ -257,6 +251,6 @@ class OpenEnv(Env):
         return self.text
 
     async def close(self) -> None:
-        if self.client is not None:
-            client, self.client = self.client, None
+        if self._client is not None:
+            client, self._client = self._client, None
             await await_if_needed(client.close())

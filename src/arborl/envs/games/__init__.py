@@ -14,5 +14,6 @@ In reading order:
     documents_env.py         A question about a document that is not in the prompt
     conversation_env.py          A conversation with a scripted or simulated user
     conversation_presets.py  Scenarios, personas, and presets for three domains
+    text_game.py             What the games share
     drawing.py               Pictures of the environments
 """

@@ -10,11 +10,12 @@ import functools
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arborl.envs.env import Env, Observation, Step, task_split
+from arborl.envs.env import Observation, Step, task_split
 from arborl.envs.games.conversation_presets import (
     CONVERSATION_CONFIGS,
     PRESETS,
@@ -24,10 +25,11 @@ from arborl.envs.games.conversation_presets import (
     read_scenario,
     split_pairs,
 )
+from arborl.envs.games.text_game import TextGame, require
 from arborl.registry import load
 from arborl.seeds import derive, generator
 from arborl.tools.core.background_threads import run_in_thread
-from arborl.types import Message, Metrics, Task
+from arborl.types import Message, Metrics, Role, Task
 
 if TYPE_CHECKING:
     from numpy.random import Generator
@@ -40,7 +42,7 @@ EMPTY = "Sorry, I did not get that."
 FILLER = ("I understand.", "Can you tell me more?", "Let me check that for you.", "Please wait a moment.", "Goodbye.")
 
 
-class Conversation(Env):
+class Conversation(TextGame):
     """A conversation with a scripted or simulated user.
 
     Args:
@@ -70,35 +72,25 @@ class Conversation(Env):
         max_turns: int = 8,
         format_penalty: float = -0.05,
     ):
-        if preset not in PRESETS:
-            raise ValueError(f"preset={preset!r}: give one of {', '.join(PRESETS)}")
-        if order not in ORDERS:
-            raise ValueError(f"order={order!r}: give one of {', '.join(ORDERS)}")
-        if max_turns < 1:
-            raise ValueError(f"max_turns={max_turns}: give at least 1")
-        if format_penalty > 0:
-            raise ValueError(f"format_penalty={format_penalty}: a penalty is negative or zero")
+        require(preset in PRESETS, f"preset={preset!r}: give one of {', '.join(PRESETS)}")
+        require(order in ORDERS, f"order={order!r}: give one of {', '.join(ORDERS)}")
+        self.max_steps, self.format_penalty = max_turns, format_penalty
+        self.check_limits()
         base = PRESETS[preset]
         self.scenarios = base.scenarios if scenarios is None else read_scenarios(scenarios)
         if topics:
             self.scenarios = tuple(one for one in self.scenarios if one.topic in topics)
-        self.personas = base.personas if personas is None else tuple(map(_persona, personas))
+        given = base.personas if personas is None else personas
+        self.personas = tuple(one if isinstance(one, Persona) else Persona(**one) for one in given)
         self.system = base.system if system is None else system
         self.user = None if user is None else SimulatedUser(user)
-        self.order, self.max_turns, self.format_penalty = order, max_turns, format_penalty
-        self._check(topics)
-
-    def _check(self, topics: Sequence[str]) -> None:
-        if not self.scenarios:
-            raise ValueError(f"topics={list(topics)}: no scenario has one of these topics")
-        if not self.personas:
-            raise ValueError("personas: give at least one, or omit the key")
+        self.order = order
+        require(bool(self.scenarios), f"topics={list(topics)}: no scenario has one of these topics")
+        require(bool(self.personas), "personas: give at least one, or omit the key")
         names = [persona.name for persona in self.personas]
         for scenario in self.scenarios:
-            if scenario.persona and scenario.persona not in names:
-                raise ValueError(
-                    f"scenario {scenario.id!r}: no persona {scenario.persona!r}; known: {', '.join(names)}"
-                )
+            known = f"scenario {scenario.id!r}: no persona {scenario.persona!r}; known: {', '.join(names)}"
+            require(not scenario.persona or scenario.persona in names, known)
 
     async def reset(self, task: Task, seed: int) -> Observation:
         self.scenario, self.persona = self._draw(task)
@@ -110,7 +102,8 @@ class Conversation(Env):
         self.over, self.seed = False, seed
         opening = f"{first.text} {self.persona.remark}".strip()
         self.messages: tuple[Message, ...] = (Message("user", opening),)
-        return Observation((*self._system(), *self.messages), state_key=self.state_key())
+        system = (Message("system", self.system),) if self.system else ()
+        return Observation((*system, *self.messages), state_key=self.state_key())
 
     def _draw(self, task: Task) -> tuple[Scenario, Persona]:
         if "user_responses" in task.fields:
@@ -122,9 +115,6 @@ class Conversation(Env):
             if not found:
                 raise ValueError(f"one scenario and one persona leave nothing for split {split!r}: give more of either")
         return found[int(generator(task.seed, "conversation").integers(len(found)))]
-
-    def _system(self) -> tuple[Message, ...]:
-        return (Message("system", self.system),) if self.system else ()
 
     async def step(self, action: Message) -> Step:
         reply = action.content.strip()
@@ -143,12 +133,11 @@ class Conversation(Env):
             Observation(self.messages[-1:] if user_text is not None else (), state_key=self.state_key()),
             reward=(met / max(self._num_expectations(), 1)) if valid else self.format_penalty,
             terminated=self.over,
-            truncated=not self.over and self.turns >= self.max_turns,
+            truncated=not self.over and self.turns >= self.max_steps,
             info={"valid": float(valid), "met": float(met)},
         )
 
     async def _next_user_message(self) -> str | None:
-        """The next user message; None at the end of the conversation."""
         if self.user is not None:
             turn = derive(self.seed, "user", self.turns)
             text = await self.user.next_message(self.scenario, self.persona, self.messages, turn)
@@ -157,12 +146,7 @@ class Conversation(Env):
         return self.lines[self.line_index].text if self.line_index < len(self.lines) else None
 
     def _num_expectations(self) -> int:
-        """Number of lines with expectations."""
         return sum(bool(line.expect) for line in self.lines)
-
-    @property
-    def max_steps(self) -> int:
-        return self.max_turns
 
     def metrics(self) -> Metrics:
         """`success`: all expectations are met. Without expectations, `judged` is 0: rewards judge the episode."""
@@ -177,7 +161,6 @@ class Conversation(Env):
         return None if self.user is not None else self.lines[min(self.line_index, len(self.lines) - 1)].good_reply
 
     def random(self, rng: Generator) -> str:
-        """A good reply to a random line, or a filler."""
         replies = [*(line.good_reply for line in self.lines), *FILLER]
         return replies[int(rng.integers(len(replies)))]
 
@@ -197,7 +180,6 @@ class Conversation(Env):
 
 
 def read_scenarios(given: Sequence[Mapping[str, Any] | Scenario] | str) -> tuple[Scenario, ...]:
-    """Scenarios from Python, or from a JSON file."""
     if isinstance(given, str):
         return _from_file(given)
     return tuple(read_scenario(one, f"scenarios.{number}") for number, one in enumerate(given))
@@ -212,10 +194,6 @@ def _from_file(path: str) -> tuple[Scenario, ...]:
     if not isinstance(rows, list):
         raise ValueError(f"{path}: contains a {type(rows).__name__}; write a list of scenarios")
     return tuple(read_scenario(row, f"{path}, {number}") for number, row in enumerate(rows))
-
-
-def _persona(given: Mapping[str, str] | Persona) -> Persona:
-    return given if isinstance(given, Persona) else Persona(**given)
 
 
 END = "[END]"
@@ -246,7 +224,9 @@ class SimulatedUser:
         return self
 
     async def next_message(self, scenario: Scenario, persona: Persona, messages: Sequence[Message], seed: int) -> str:
-        prompt = [Message("system", user_prompt(scenario, persona)), *map(swap_roles, messages)]
+        swapped: dict[str, Role] = {"user": "assistant", "assistant": "user"}
+        prompt = [Message("system", user_prompt(scenario, persona))]
+        prompt += [replace(message, role=swapped[message.role]) for message in messages]
         call = functools.partial(self.chat, prompt, **({"seed": seed} if self.takes_seed else {}))
         line = call() if inspect.iscoroutinefunction(self.chat) else await run_in_thread(call, "the simulated user")
         if inspect.isawaitable(line):
@@ -258,7 +238,6 @@ class SimulatedUser:
 
 
 def user_prompt(scenario: Scenario, persona: Persona) -> str:
-    """System prompt of a simulated user."""
     parts = [
         f"You play a user who talks with an assistant about {scenario.topic.replace('_', ' ')}.",
         persona.description,
@@ -266,8 +245,3 @@ def user_prompt(scenario: Scenario, persona: Persona) -> str:
         f"Say one short thing at a time. When you have what you want, or give up, say {END}.",
     ]
     return " ".join(part for part in parts if part)
-
-
-def swap_roles(message: Message) -> Message:
-    """The message with user and assistant exchanged."""
-    return Message("user" if message.role == "assistant" else "assistant", message.content)

@@ -15,13 +15,13 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from arborl.envs.env import Env, Observation, Step, check_split, format_answer, parse_answer, split_of, task_split
+from arborl.envs.env import Observation, Step, check_split, format_answer, parse_answer, split_of, task_split
+from arborl.envs.games.text_game import TextGame, require
 from arborl.seeds import generator
 from arborl.types import Message, Metrics, Task
 
 if TYPE_CHECKING:
     from numpy.random import Generator
-    from PIL.Image import Image
 
 OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -36,72 +36,61 @@ MAX_DRAWS = 10_000
 INVALID = "Not an expression of these numbers, each used once."
 
 
-class Countdown(Env):
-    """Make a target from some numbers, each used once.
-
-    Args:
-        count: number of numbers.
-        largest: maximum number.
-        max_target: maximum target.
-        tries: number of attempts; the value of each is returned.
-        format_penalty: reward of a message that is not an expression of exactly these numbers.
-    """
+@dataclass(eq=False)
+class Countdown(TextGame):
+    """Make a target from some numbers, each used once."""
 
     blocking = False
     tagged = True
+    rules, invalid = "", INVALID
 
-    def __init__(
-        self,
-        count: int = 3,
-        largest: int = 20,
-        max_target: int = 100,
-        tries: int = 3,
-        format_penalty: float = -0.05,
-    ):
-        if not 2 <= count <= 8:
-            raise ValueError(f"count={count}: give a number from 2 to 8")
-        if largest < 2 or max_target < 2:
-            raise ValueError(f"largest={largest}, max_target={max_target}: give at least 2 of each")
-        if tries < 1:
-            raise ValueError(f"tries={tries}: give at least 1")
-        if format_penalty > 0:
-            raise ValueError(f"format_penalty={format_penalty}: a penalty is negative or zero")
-        self.count, self.largest, self.max_target = count, largest, max_target
-        self.tries, self.format_penalty = tries, format_penalty
+    count: int = 3
+    """Number of numbers."""
+    largest: int = 20
+    """Maximum number."""
+    max_target: int = 100
+    """Maximum target."""
+    tries: int = 3
+    """Number of attempts; the value of each is returned."""
+    format_penalty: float = -0.05
+    """Reward of a message that is not an expression of exactly these numbers."""
+
+    def __post_init__(self) -> None:
+        require(2 <= self.count <= 8, f"count={self.count}: give a number from 2 to 8")
+        smallest = f"largest={self.largest}, max_target={self.max_target}: give at least 2 of each"
+        require(min(self.largest, self.max_target) >= 2, smallest)
+        require(self.tries >= 1, f"tries={self.tries}: give at least 1")
+        self.max_steps = self.tries
+        self.check_limits()
 
     async def reset(self, task: Task, seed: int) -> Observation:
         split = task_split(task, "countdown")
         self.problem = draw_problem(task.seed, split, self.count, self.largest, self.max_target)
         self.results: tuple[str, ...] = ()
-        self.valid, self.solved = 0, False
-        rules = (
+        self.solved = False
+        return self.opening(
             f"Make {self.problem.target} out of {', '.join(map(str, self.problem.numbers))}. Use each number once, "
             "with + - * / and brackets. Answer with an expression: <answer>1 + 2 * 3</answer>."
         )
-        return Observation((Message("user", rules),), state_key=self.state_key())
 
     async def step(self, action: Message) -> Step:
         value = value_of(parse_answer(action.content), self.problem.numbers)
         self.solved = value == self.problem.target
-        self.valid += value is not None
         verdict = INVALID if value is None else f"That makes {value}."
         self.results = (*self.results, verdict)
+        self.valid += value is not None
         text = "Right." if self.solved else f"{verdict} Make {self.problem.target}."
         return Step(
             Observation((Message("user", text),), state_key=self.state_key()),
             reward=self.format_penalty if value is None else float(self.solved),
             terminated=self.solved,
-            truncated=not self.solved and len(self.results) >= self.tries,
+            truncated=not self.solved and len(self.results) >= self.max_steps,
             info={"valid": float(value is not None)},
         )
 
-    @property
-    def max_steps(self) -> int:
-        return self.tries
-
     def metrics(self) -> Metrics:
-        played = max(len(self.results), 1)
-        return {"success": float(self.solved), "valid": self.valid / played, "tries": float(len(self.results))}
+        played = len(self.results)
+        return {"success": float(self.solved), "valid": self.valid / max(played, 1), "tries": float(played)}
 
     def oracle(self) -> str:
         return format_answer(self.problem.solution)
@@ -119,11 +108,6 @@ class Countdown(Env):
     def render(self) -> str:
         numbers = " ".join(f"[{number}]" for number in self.problem.numbers)
         return "\n".join([f"Target: {self.problem.target}", f"Numbers: {numbers}", *self.results])
-
-    def picture(self) -> Image:
-        from arborl.envs.games.drawing import draw_text_page
-
-        return draw_text_page(self.render(), "Countdown")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +150,7 @@ def _draw_expression(rng: Generator, numbers: list[int]) -> str:
 
 
 def value_of(text: str | None, numbers: tuple[int, ...]) -> Fraction | None:
-    """The exact value of an expression of exactly these numbers; None for any other text or a division by zero.
-
-    Example:
-        value_of("(3 + 7) / 4", (3, 7, 4))      # Fraction(5, 2)
-    """
+    """The exact value of an expression of exactly these numbers; None for any other text or a division by zero."""
     if text is None or len(text) > MAX_LENGTH:
         return None
     used: list[int] = []

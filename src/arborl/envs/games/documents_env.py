@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -25,37 +26,34 @@ MAX_DRAWS = 200
 LETTER = re.compile(r"\s*\(?([A-D])(?:[).:]|\s*$)")
 
 
+@dataclass(eq=False)
 class Documents(Env):
     """Answer a question about a document.
 
     The agent's first message is its answer, with reward 1 if correct, else 0. The rewards `choice`, `short_answer` and
     `judge` grade more finely.
-
-    Args:
-        tokens: length of a generated document in words and punctuation, or a range.
-        hops: number of facts that the question needs, or a range.
-        distractors: number of facts of the same kinds about other subjects.
-        lures: sentences per hop that mention its subject without the fact.
-        kind: `short` for a word, `choice` for a letter from A to D.
-        system: the system message; empty for none.
     """
 
     blocking = False
 
-    def __init__(
-        self,
-        tokens: int | Sequence[int] = (4000, 16000),
-        hops: int | Sequence[int] = 2,
-        distractors: int = 12,
-        lures: int = 1,
-        kind: Literal["short", "choice"] = "short",
-        system: str = RULES,
-    ):
-        if kind not in ("short", "choice"):
-            raise ValueError(f"kind={kind!r}: give short or choice")
-        self.tokens, self.hops = _range(tokens, "tokens"), _range(hops, "hops")
-        self.distractors, self.lures, self.kind, self.system = distractors, lures, kind, system
-        make_document_problem(0, 50, self.hops[1], distractors, lures)  # raises for impossible numbers
+    tokens: int | Sequence[int] = (4000, 16000)
+    """Length of a generated document in words and punctuation, or a range."""
+    hops: int | Sequence[int] = 2
+    """Number of facts that the question needs, or a range."""
+    distractors: int = 12
+    """Number of facts of the same kinds about other subjects."""
+    lures: int = 1
+    """Sentences per hop that mention its subject without the fact."""
+    kind: Literal["short", "choice"] = "short"
+    """`short` for a word, `choice` for a letter from A to D."""
+    system: str = RULES
+    """The system message; empty for none."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("short", "choice"):
+            raise ValueError(f"kind={self.kind!r}: give short or choice")
+        self.token_range, self.hop_range = _range(self.tokens, "tokens"), _range(self.hops, "hops")
+        make_document_problem(0, 50, self.hop_range[1], self.distractors, self.lures)  # raises for impossible numbers
         self.document: Any = None
         self.reply: str | None = None
 
@@ -70,7 +68,7 @@ class Documents(Env):
         else:
             split = task_split(task, "documents")
             problem = draw_document_problem(
-                task.seed, split, self.tokens, self.hops, self.distractors, self.lures, self.kind == "choice"
+                task.seed, split, self.token_range, self.hop_range, self.distractors, self.lures, self.kind == "choice"
             )
             self.problem, self.document, self.choices = problem, problem.document, problem.choices
             self.solution = problem.letter if problem.choices else problem.answer
@@ -110,12 +108,7 @@ class Documents(Env):
 
 
 def is_right(answer: str, right: str, choice: bool) -> bool:
-    """Whether an answer is correct: the same letter, or the same words without case and punctuation.
-
-    Example:
-        is_right("B. Oslo", "B", choice=True)      # True
-        is_right(" oslo. ", "Oslo", choice=False)  # True
-    """
+    """Whether an answer is correct: the same letter, or the same words without case and punctuation."""
     if choice:
         return read_letter(answer) == right
     return _plain(answer) == _plain(right) != ""
@@ -133,13 +126,7 @@ def _plain(text: str) -> str:
 
 @lru_cache(maxsize=256)
 def draw_document_problem(
-    seed: int,
-    split: str,
-    tokens: tuple[int, int],
-    hops: tuple[int, int],
-    distractors: int,
-    lures: int,
-    choices: bool,
+    seed: int, split: str, tokens: tuple[int, int], hops: tuple[int, int], distractors: int, lures: int, choices: bool
 ) -> DocumentProblem:
     """A problem of this split, by a hash of question and answer."""
     check_split(split, "documents")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -19,7 +20,6 @@ SCALE = 3
 PAPER: Color = (250, 248, 243)
 INK: Color = (44, 52, 66)
 BLUE_COAT: Color = (66, 104, 178)
-HEAD: Color = (66, 104, 178)
 BUTTON: Color = (222, 231, 246)
 LABEL: Color = (38, 74, 140)
 WIDTH, MARGIN, SIZE = 480, 16, 15
@@ -53,11 +53,7 @@ class CellCanvas:
 
 
 def draw_text_page(text: str, title: str = "") -> Image.Image:
-    """A page of text as an image; text in square brackets is drawn as a button.
-
-    Example:
-        write("Find me a shirt.\\n[Search]", "Shop").save("page.png")
-    """
+    """A page of text as an image; text in square brackets is drawn as a button."""
     lines = [part for line in text.splitlines() for part in (textwrap.wrap(line, COLUMNS) or [""])]
     step = SIZE + 8
     height = max(MIN_HEIGHT, MARGIN * 2 + step * (len(lines) + (2 if title else 0)))
@@ -65,7 +61,7 @@ def draw_text_page(text: str, title: str = "") -> Image.Image:
     draw = ImageDraw.Draw(image)
     top = MARGIN
     if title:
-        draw.rectangle((0, 0, WIDTH, MARGIN + step), fill=HEAD)
+        draw.rectangle((0, 0, WIDTH, MARGIN + step), fill=BLUE_COAT)
         draw.text((MARGIN, MARGIN / 2), title, PAPER, _font(SIZE + 3))
         top += step + MARGIN // 2
     for line in lines:
@@ -94,10 +90,17 @@ def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size)
 
 
+def _equal_rows(board: str) -> list[str]:
+    rows = board.strip("\n").splitlines()
+    if not rows or any(len(row) != len(rows[0]) for row in rows):
+        raise ValueError(f"not a board of equal rows: {board!r}")
+    return rows
+
+
 # ------------------------------------------------------------------------------------------------ FrozenLake
 
 ICE: Color = (222, 238, 247)
-FROST: Color = (255, 255, 255)
+FROST: Color = (247, 251, 253)
 LAKE_SEAM: Color = (190, 214, 229)
 SNOW: Color = (245, 250, 253)
 WATER: Color = (24, 56, 102)
@@ -113,18 +116,8 @@ SHADOW: Color = (176, 201, 218)
 
 
 def draw_frozen_lake(text_grid: str, cell: int = 48) -> Image.Image:
-    """The output of `FrozenLake.render` as an image.
-
-    Args:
-        text_grid: rows of P (player), _ (ice), O (hole), G (goal), X (player in a hole), √ (player at the goal).
-        cell: pixels per side of one cell.
-
-    Example:
-        paint("P_\\nOG").save("lake.png")
-    """
-    rows = text_grid.strip("\n").splitlines()
-    if not rows or any(len(row) != len(rows[0]) for row in rows):
-        raise ValueError(f"not a grid of equal rows: {text_grid!r}")
+    """The output of `FrozenLake.render` as an image."""
+    rows = _equal_rows(text_grid)
     big = cell * SCALE
     image = Image.new("RGB", (big * len(rows[0]), big * len(rows)), LAKE_SEAM)
     draw = ImageDraw.Draw(image)
@@ -145,7 +138,7 @@ def _ice(canvas: CellCanvas, x: int, y: int) -> None:
     for _ in range(2):
         start_x, start_y = rng.uniform(0.12, 0.68), rng.uniform(0.2, 0.88)
         long = rng.uniform(0.08, 0.2)
-        canvas.line([(start_x, start_y), (start_x + long, start_y - long * 0.7)], _mix(ICE, FROST, 0.75), 0.018)
+        canvas.line([(start_x, start_y), (start_x + long, start_y - long * 0.7)], FROST, 0.018)
 
 
 def _hole(canvas: CellCanvas) -> None:
@@ -188,10 +181,6 @@ def _figure(canvas: CellCanvas, coat: Color, x: float = 0.5, size: float = 1.0, 
     canvas.oval(*place(0, 0.1), 0.1 * size, 0.1 * size, SNOW)
 
 
-def _lake_player(canvas: CellCanvas) -> None:
-    _figure(canvas, LAKE_COAT)
-
-
 def _lost_player(canvas: CellCanvas) -> None:
     canvas.oval(0.5, 0.52, 0.7, 0.7, (120, 32, 44))
     canvas.oval(0.5, 0.56, 0.58, 0.56, (78, 20, 34))
@@ -212,16 +201,17 @@ def _player_at_goal(canvas: CellCanvas) -> None:
     _figure(canvas, WON, x=0.33, size=0.84, arms_up=True)
 
 
-LAKE_LAYERS = {"P": (_lake_player,), "O": (_hole,), "G": (_flag,), "X": (_hole, _lost_player), "√": (_player_at_goal,)}
+LAKE_LAYERS: dict[str, tuple[Callable[[CellCanvas], None], ...]] = {
+    "P": (partial(_figure, coat=LAKE_COAT),),
+    "O": (_hole,),
+    "G": (_flag,),
+    "X": (_hole, _lost_player),
+    "√": (_player_at_goal,),
+}
 
 
 def _lighter(colour: Color, by: int) -> Color:
     red, green, blue = (min(max(part + by, 0), 255) for part in colour)
-    return red, green, blue
-
-
-def _mix(one: Color, other: Color, share: float) -> Color:
-    red, green, blue = (round(a + (b - a) * share) for a, b in zip(one, other, strict=True))
     return red, green, blue
 
 
@@ -239,14 +229,8 @@ DONE_PLANK: Color = (66, 122, 62)
 
 
 def draw_sokoban(board: str, cell: int = 48) -> Image.Image:
-    """The output of `Sokoban.render` as an image.
-
-    Example:
-        paint("####\\n#PX#\\n#_O#\\n####").save("level.png")
-    """
-    rows = board.splitlines()
-    if not rows or any(len(row) != len(rows[0]) for row in rows):
-        raise ValueError(f"not a board of equal rows: {board!r}")
+    """The output of `Sokoban.render` as an image."""
+    rows = _equal_rows(board)
     image = Image.new("RGB", (cell * len(rows[0]), cell * len(rows)), STONE)
     for y, row in enumerate(rows):
         for x, symbol in enumerate(row):
@@ -290,14 +274,6 @@ def _crate(canvas: CellCanvas, wood: Color, plank: Color) -> None:
     canvas.line([(0.17, 0.17), (0.83, 0.83)], plank, 0.1)
 
 
-def _box(canvas: CellCanvas) -> None:
-    _crate(canvas, WOOD, PLANK)
-
-
-def _box_on_target(canvas: CellCanvas) -> None:
-    _crate(canvas, DONE_WOOD, DONE_PLANK)
-
-
 def _sokoban_player(canvas: CellCanvas) -> None:
     canvas.box(0.3, 0.5, 0.7, 0.88, BLUE_COAT, 0.12)
     canvas.oval(0.5, 0.33, 0.38, 0.38, SKIN)
@@ -306,12 +282,12 @@ def _sokoban_player(canvas: CellCanvas) -> None:
         canvas.oval(0.5 + side * 0.08, 0.34, 0.05, 0.07, INK)
 
 
-SOKOBAN_LAYERS = {
+SOKOBAN_LAYERS: dict[str, tuple[Callable[[CellCanvas], None], ...]] = {
     "#": (_wall,),
     "_": (_stone,),
     "O": (_stone, _target),
-    "X": (_stone, _box),
-    "√": (_stone, _box_on_target),
+    "X": (_stone, partial(_crate, wood=WOOD, plank=PLANK)),
+    "√": (_stone, partial(_crate, wood=DONE_WOOD, plank=DONE_PLANK)),
     "P": (_stone, _sokoban_player),
     "S": (_stone, _target, _sokoban_player),
 }

@@ -7,13 +7,15 @@ the split `held_out`; training never draws it.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from arborl.envs.env import Env, Observation, Step, check_split, format_answer, parse_choice, split_of, task_split
+from arborl.envs.env import Observation, Step, check_split, format_answer, parse_choice, split_of, task_split
+from arborl.envs.games.text_game import TextGame, require
 from arborl.seeds import generator
 from arborl.types import Message, Metrics, Task
 
@@ -28,7 +30,6 @@ RULES = (
 )
 PLAYER = {"G": "√", "O": "X", "_": "P"}
 """Symbol of the player, by the cell below."""
-INVALID = "Not a move."
 MAX_DRAWS = 20_000
 """Maps drawn before an error: a tiny lake may have no map of a split within the step limit."""
 MAX_PICTURE_PIXELS = 960
@@ -38,73 +39,52 @@ LARGE = 20
 Cell = tuple[int, int]
 
 
-class FrozenLake(Env):
-    """Cross a frozen lake without falling into a hole.
-
-    Args:
-        size: cells per side.
-        frozen: probability that a cell is ice.
-        slippery: a move goes to one side or the other with probability 2/3.
-        max_steps: the episode is truncated after this many steps.
-        format_penalty: reward of an illegal message; the player does not move.
-        spaced: print a space between cells. Large vocabularies otherwise join neighbouring cells (`____` is one
-            token), and small models cannot distinguish columns.
-    """
+@dataclass(eq=False)
+class FrozenLake(TextGame):
+    """Cross a frozen lake without falling into a hole."""
 
     blocking = False
     tagged = True
+    rules, invalid = RULES, "Not a move."
 
-    def __init__(
-        self,
-        size: int = 4,
-        frozen: float = 0.8,
-        slippery: bool = False,
-        max_steps: int = 10,
-        format_penalty: float = -0.01,
-        spaced: bool = False,
-    ):
-        if size < 2:
-            raise ValueError(f"size={size}: give 2 or more")
-        if not 0 < frozen <= 1:
-            raise ValueError(f"frozen={frozen}: give a probability above 0, at most 1")
-        if max_steps < 1:
-            raise ValueError(f"max_steps={max_steps}: give at least 1")
-        if format_penalty > 0:
-            raise ValueError(f"format_penalty={format_penalty}: a penalty is negative or zero")
-        self.size, self.frozen, self.slippery = size, frozen, slippery
-        self.max_steps, self.format_penalty, self.spaced = max_steps, format_penalty, spaced
+    size: int = 4
+    """Cells per side."""
+    frozen: float = 0.8
+    """Probability that a cell is ice."""
+    slippery: bool = False
+    """A move goes to one side or the other with probability 2/3."""
+    max_steps: int = 10
+    """The episode is truncated after this many steps."""
+    format_penalty: float = -0.01
+    """Reward of an illegal message; the player does not move."""
+    spaced: bool = False
+    """Print a space between cells. Large vocabularies otherwise join neighbouring cells (`____` is one token), and
+    small models cannot distinguish columns."""
+
+    def __post_init__(self) -> None:
+        require(self.size >= 2, f"size={self.size}: give 2 or more")
+        require(0 < self.frozen <= 1, f"frozen={self.frozen}: give a probability above 0, at most 1")
+        self.check_limits()
 
     async def reset(self, task: Task, seed: int) -> Observation:
         split = task_split(task, "frozen_lake")
         self.grid, self.player = draw_map(task.seed, split, self.size, self.frozen, self.max_steps)
         self.rng = generator(seed, "frozen_lake") if self.slippery else None
-        self.steps = self.valid = self.effective = 0
-        board = self.render()
-        return Observation((Message("system", RULES), Message("user", self._format_board(board))), state_key=board)
+        return self.opening(self._spaced_board())
 
     async def step(self, action: Message) -> Step:
         move = parse_move(action.content)
         before = self.player
         if move is not None:
             self.player = self._slide(move)
-        effective = self.player != before
-        self.steps += 1
-        self.valid += move is not None
-        self.effective += effective
         cell = self.grid[self.player[0]][self.player[1]]
-        board = self.render()
-        text = self._format_board(board) if move else f"{INVALID}\n{self._format_board(board)}"
-        return Step(
-            Observation((Message("user", text),), state_key=board),
-            reward=self.format_penalty if move is None else float(cell == "G"),
-            terminated=cell in "GO",
-            truncated=cell not in "GO" and self.steps >= self.max_steps,
-            info={"valid": float(move is not None), "effective": float(effective)},
-        )
+        reward = self.format_penalty if move is None else float(cell == "G")
+        effective = self.player != before
+        return self.next_step(move is not None, effective, reward, cell in "GO", self._spaced_board())
 
-    def _format_board(self, board: str) -> str:
-        """The board in the agent's observation."""
-        return "\n".join(" ".join(row) for row in board.split("\n")) if self.spaced else board
+    def _spaced_board(self) -> str | None:
+        """The board with a space between cells if `spaced` is set."""
+        return "\n".join(map(" ".join, self.render().split("\n"))) if self.spaced else None
 
     def _slide(self, move: str) -> Cell:
         if self.rng is not None:
@@ -115,12 +95,7 @@ class FrozenLake(Env):
         return min(max(row, 0), self.size - 1), min(max(column, 0), self.size - 1)
 
     def metrics(self) -> Metrics:
-        played = max(self.steps, 1)
-        return {
-            "success": float(self.grid[self.player[0]][self.player[1]] == "G"),
-            "valid": self.valid / played,
-            "effective": self.effective / played,
-        }
+        return {"success": float(self.grid[self.player[0]][self.player[1]] == "G"), **self.shares()}
 
     def actions(self) -> list[str]:
         return [format_answer(move) for move in MOVES]
@@ -131,9 +106,6 @@ class FrozenLake(Env):
             return format_answer(safest_move(self.grid, self.player, self.max_steps - self.steps, self.max_steps))
         best = best_moves(self.grid, self.player)
         return format_answer(best[0] if best else "Left")
-
-    def state_key(self) -> str:
-        return self.render()
 
     def render(self) -> str:
         row, column = self.player

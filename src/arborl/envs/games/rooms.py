@@ -9,9 +9,10 @@ without such a tag.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from arborl.envs.env import Env, Observation, Step, format_answer, parse_answer, task_split
+from arborl.envs.env import Observation, Step, format_answer, parse_answer, task_split
 from arborl.envs.games.rooms_map import (
     COLORS,
     DIRECTIONS,
@@ -22,6 +23,7 @@ from arborl.envs.games.rooms_map import (
     legal_commands,
     shortest_solution,
 )
+from arborl.envs.games.text_game import TextGame, require
 from arborl.types import Message, Metrics, Task
 
 if TYPE_CHECKING:
@@ -31,42 +33,33 @@ RULES = (
     "Find the treasure and take it. A door is locked; the key of its color unlocks it. Each turn, answer with one "
     "command, for example <answer>go north</answer>, <answer>take red key</answer> or <answer>unlock north</answer>."
 )
-INVALID = "You cannot do that."
 
 
-class Rooms(Env):
-    """Find the treasure behind locked doors.
-
-    Args:
-        rooms: number of rooms.
-        doors: number of locked doors; each key is reachable before its door.
-        max_steps: the episode is truncated after this many steps; every map is solvable within them.
-        step_reward: reward of every command.
-        key_reward: reward of taking a key.
-        format_penalty: additional reward of an illegal command.
-    """
+@dataclass(eq=False)
+class Rooms(TextGame):
+    """Find the treasure behind locked doors."""
 
     blocking = False
+    rules, invalid = RULES, "You cannot do that."
 
-    def __init__(
-        self,
-        rooms: int = 6,
-        doors: int = 2,
-        max_steps: int = 30,
-        step_reward: float = 0.0,
-        key_reward: float = 0.0,
-        format_penalty: float = -0.01,
-    ):
-        if not 2 <= rooms <= len(NAMES):
-            raise ValueError(f"rooms={rooms}: give a number from 2 to {len(NAMES)}")
-        if not 0 <= doors <= min(rooms - 1, len(COLORS)):
-            raise ValueError(f"doors={doors}: give a number from 0 to {min(rooms - 1, len(COLORS))} with rooms={rooms}")
-        if max_steps < 1:
-            raise ValueError(f"max_steps={max_steps}: give at least 1")
-        if format_penalty > 0:
-            raise ValueError(f"format_penalty={format_penalty}: a penalty is negative or zero")
-        self.rooms, self.doors, self.max_steps = rooms, doors, max_steps
-        self.step_reward, self.key_reward, self.format_penalty = step_reward, key_reward, format_penalty
+    rooms: int = 6
+    """Number of rooms."""
+    doors: int = 2
+    """Number of locked doors; each key is reachable before its door."""
+    max_steps: int = 30
+    """The episode is truncated after this many steps; every map is solvable within them."""
+    step_reward: float = 0.0
+    """Reward of every command."""
+    key_reward: float = 0.0
+    """Reward of taking a key."""
+    format_penalty: float = -0.01
+    """Additional reward of an illegal command."""
+
+    def __post_init__(self) -> None:
+        most = min(self.rooms - 1, len(COLORS))
+        require(2 <= self.rooms <= len(NAMES), f"rooms={self.rooms}: give a number from 2 to {len(NAMES)}")
+        require(0 <= self.doors <= most, f"doors={self.doors}: give a number from 0 to {most} with rooms={self.rooms}")
+        self.check_limits()
         self.map: RoomsMap | None = None
 
     async def reset(self, task: Task, seed: int) -> Observation:
@@ -74,8 +67,7 @@ class Rooms(Env):
         self.map = draw_rooms_map(task.seed, split, self.rooms, self.doors, self.max_steps)
         self.state = RoomsState()
         self.seen = frozenset({0})
-        self.steps = self.valid = self.effective = 0
-        return Observation((Message("system", RULES), Message("user", self.view())), state_key=self.state_key())
+        return self.opening(self.render())
 
     async def step(self, action: Message) -> Step:
         rooms_map = self._current_map()
@@ -85,27 +77,17 @@ class Rooms(Env):
         effective = valid and after != self.state
         self.state = after or self.state
         self.seen |= {self.state.room}
-        self.steps += 1
-        self.valid += valid
-        self.effective += effective
         reward = self.step_reward + (0.0 if valid else self.format_penalty) + float(self.state.done)
         if not self.state.done:
             reward += self.key_reward * (len(self.state.carried) - keys)
-        text = self.view() if valid else f"{INVALID}\n{self.view()}"
-        return Step(
-            Observation((Message("user", text),), state_key=self.state_key()),
-            reward=reward,
-            terminated=self.state.done,
-            truncated=not self.state.done and self.steps >= self.max_steps,
-            info={"valid": float(valid), "effective": float(effective)},
-        )
+        return self.next_step(valid, effective, reward, self.state.done, self.render())
 
     def _current_map(self) -> RoomsMap:
         if self.map is None:
             raise RuntimeError("no episode: call reset() first")
         return self.map
 
-    def view(self) -> str:
+    def render(self) -> str:
         """The observation text."""
         if self.state.done:
             return "You have the treasure."
@@ -120,13 +102,7 @@ class Rooms(Env):
         return f"You are in the {rooms_map.names[state.room]}. Exits: {', '.join(exits)}.{seen}{carried}"
 
     def metrics(self) -> Metrics:
-        played = max(self.steps, 1)
-        return {
-            "success": float(self.state.done),
-            "explored": len(self.seen) / self.rooms,
-            "valid": self.valid / played,
-            "effective": self.effective / played,
-        }
+        return {"success": float(self.state.done), "explored": len(self.seen) / self.rooms, **self.shares()}
 
     def actions(self) -> list[str]:
         if self.map is None:
@@ -143,9 +119,6 @@ class Rooms(Env):
         return "/".join(
             (self._current_map().names[state.room], ",".join(sorted(state.carried)), ",".join(sorted(state.unlocked)))
         )
-
-    def render(self) -> str:
-        return self.view()
 
     def picture(self) -> Image:
         from arborl.envs.games.drawing import draw_rooms

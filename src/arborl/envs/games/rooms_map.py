@@ -40,7 +40,8 @@ class RoomsMap:
 def generate_rooms_map(rng: Generator, rooms: int, doors: int) -> RoomsMap:
     """A random map. Doors are opened one by one, and each key is placed in a room that is reachable before its door."""
     cells, parents = _grow(rng, rooms)
-    locked = {int(room): color for room, color in zip(_choose(rng, rooms, doors), _colors(rng), strict=False)}
+    shut_rooms = sorted(int(room) + 1 for room in rng.permutation(rooms - 1)[:doors])
+    locked = {room: COLORS[color] for room, color in zip(shut_rooms, rng.permutation(len(COLORS)), strict=False)}
     items: list[list[str]] = [[] for _ in range(rooms)]
     reached = _reachable_rooms(0, parents, locked)
     newest = reached
@@ -70,15 +71,6 @@ def _grow(rng: Generator, rooms: int) -> tuple[tuple[Cell, ...], list[int]]:
             cells.append(cell)
             parents.append(parent)
     return tuple(cells), parents
-
-
-def _choose(rng: Generator, rooms: int, doors: int) -> list[int]:
-    """Rooms with a locked entrance."""
-    return sorted(int(room) + 1 for room in rng.permutation(rooms - 1)[:doors])
-
-
-def _colors(rng: Generator) -> list[str]:
-    return [COLORS[i] for i in rng.permutation(len(COLORS))]
 
 
 def _reachable_rooms(start: int, parents: list[int], locked: dict[int, str]) -> list[int]:

@@ -6,63 +6,53 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from itertools import product as combinations
-from typing import TYPE_CHECKING
 
-from arborl.envs.env import Env, Observation, Step, parse_answer, task_split
-from arborl.envs.games.shop_catalogue import Catalogue, Product, ShopGoal, draw_goal, generated_catalogue
+from arborl.envs.env import Observation, Step, parse_answer, task_split
+from arborl.envs.games.shop_catalogue import Catalogue, Product, ShopGoal, draw_goal, generated_catalogue, load_webshop
+from arborl.envs.games.text_game import TextGame, require
 from arborl.types import Message, Metrics, Task
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 ACTION = re.compile(r"\b(search|click)\[([^\]]*)\]", re.IGNORECASE)
 RULES = (
     "Buy what the instruction asks for. On the first page, write search[words]. "
     "On other pages, write click[text] with a text in square brackets. Choose the options before you buy."
 )
-INVALID = "Not possible here."
 SMALLEST, LARGEST = 100, 1_000_000
 MAX_COMBINATIONS = 200
 """Combinations of options that the oracle tries per product."""
 
 
-class Shop(Env):
-    """Find and buy what an instruction asks for.
-
-    Args:
-        products: size of the generated catalogue; typically 1,000 to 100,000.
-        catalogue_seed: seed of the generated catalogue.
-        per_page: products per result page.
-        max_steps: the episode is truncated after this many steps.
-        format_penalty: reward of an illegal message; the page does not change.
-        data: folder with WebShop's data files, instead of a generated catalogue.
-        human: with `data`, use the human instructions; else WebShop's synthetic ones.
-        repeat_instruction: show the instruction on every page, as WebShop does; else only on the first.
-    """
+@dataclass(eq=False)
+class Shop(TextGame):
+    """Find and buy what an instruction asks for."""
 
     blocking = False
+    rules, invalid = RULES, "Not possible here."
 
-    def __init__(
-        self,
-        products: int = 1000,
-        catalogue_seed: int = 0,
-        per_page: int = 5,
-        max_steps: int = 15,
-        format_penalty: float = -0.05,
-        data: str | None = None,
-        human: bool = True,
-        repeat_instruction: bool = True,
-    ):
-        if not SMALLEST <= products <= LARGEST:
-            raise ValueError(f"products={products}: give a number from {SMALLEST} to {LARGEST:,}")
-        if per_page < 1 or max_steps < 1:
-            raise ValueError(f"per_page={per_page}, max_steps={max_steps}: give at least 1 of each")
-        if format_penalty > 0:
-            raise ValueError(f"format_penalty={format_penalty}: a penalty is negative or zero")
-        self.products, self.catalogue_seed, self.per_page = products, catalogue_seed, per_page
-        self.max_steps, self.format_penalty = max_steps, format_penalty
-        self.data, self.human, self.repeat_instruction = data, human, repeat_instruction
+    products: int = 1000
+    """Size of the generated catalogue; typically 1,000 to 100,000."""
+    catalogue_seed: int = 0
+    """Seed of the generated catalogue."""
+    per_page: int = 5
+    """Products per result page."""
+    max_steps: int = 15
+    """The episode is truncated after this many steps."""
+    format_penalty: float = -0.05
+    """Reward of an illegal message; the page does not change."""
+    data: str | None = None
+    """Folder with WebShop's data files, instead of a generated catalogue."""
+    human: bool = True
+    """With `data`, use the human instructions; else WebShop's synthetic ones."""
+    repeat_instruction: bool = True
+    """Show the instruction on every page, as WebShop does; else only on the first."""
+
+    def __post_init__(self) -> None:
+        enough = SMALLEST <= self.products <= LARGEST
+        require(enough, f"products={self.products}: give a number from {SMALLEST} to {LARGEST:,}")
+        require(self.per_page >= 1, f"per_page={self.per_page}: give at least 1")
+        self.check_limits()
         self.page = ShopPage()
         self.goal: ShopGoal | None = None
 
@@ -71,8 +61,6 @@ class Shop(Env):
         """Shared by all environments of the process."""
         if self.data is None:
             return generated_catalogue(self.products, self.catalogue_seed)
-        from arborl.envs.games.shop_catalogue import load_webshop
-
         return load_webshop(self.data, self.human).catalogue
 
     @property
@@ -84,33 +72,21 @@ class Shop(Env):
         if self.data is None:
             self.goal = draw_goal(self.catalogue, task.seed, split)
         else:
-            from arborl.envs.games.shop_catalogue import load_webshop
-
             self.goal = load_webshop(self.data, self.human).draw(task.seed, split)
         self.page = ShopPage()
-        self.steps = self.valid = self.effective = 0
         self.score = 0.0
-        return Observation((Message("system", RULES), Message("user", self.render())), state_key=self.state_key())
+        return self.opening(self.render())
 
     async def step(self, action: Message) -> Step:
         after = self._follow(action.content)
         effective = after is not None and after != self.page
         self.page = after or self.page
-        self.steps += 1
-        self.valid += after is not None
-        self.effective += effective
         bought = self.page.kind == "done"
         if bought:
             self.score = purchase_reward(self.current_goal, self.site.item(self.page), self.page.options)
-        shown = self.render() if self.repeat_instruction else self.site.text(self.page)
-        text = shown if after else f"{INVALID}\n{shown}"
-        return Step(
-            Observation((Message("user", text),), state_key=self.state_key()),
-            reward=self.score if after else self.format_penalty,
-            terminated=bought,
-            truncated=not bought and self.steps >= self.max_steps,
-            info={"valid": float(after is not None), "effective": float(effective)},
-        )
+        text = self.render() if self.repeat_instruction else self.site.text(self.page)
+        reward = self.score if after else self.format_penalty
+        return self.next_step(after is not None, effective, reward, bought, text)
 
     def _follow(self, text: str) -> ShopPage | None:
         """The next page; None for an illegal action."""
@@ -130,14 +106,8 @@ class Shop(Env):
 
     def metrics(self) -> Metrics:
         """`score` is the reward of the purchase; `success` is 1 for the full reward."""
-        played = max(self.steps, 1)
-        return {
-            "success": float(self.score == 1.0),
-            "score": self.score,
-            "bought": float(self.page.kind == "done"),
-            "valid": self.valid / played,
-            "effective": self.effective / played,
-        }
+        bought = float(self.page.kind == "done")
+        return {"success": float(self.score == 1.0), "score": self.score, "bought": bought, **self.shares()}
 
     def actions(self) -> list[str]:
         """Every click of the page; on the search page, some reasonable searches."""
@@ -177,11 +147,6 @@ class Shop(Env):
     def render(self) -> str:
         return f"Instruction: {self.current_goal.instruction}\n{self.site.text(self.page)}"
 
-    def picture(self) -> Image:
-        from arborl.envs.games.drawing import draw_text_page
-
-        return draw_text_page(self.render(), "Shop")
-
 
 def best_choice(goal: ShopGoal, item: Product) -> tuple[float, dict[str, str]]:
     """Maximum reward of a product over its options, and those options."""
@@ -193,9 +158,8 @@ def best_choice(goal: ShopGoal, item: Product) -> tuple[float, dict[str, str]]:
     ]
     best = _best(goal, item, kinds, likely)
     if best[0] < 1.0 and goal.options:
-        best = max(
-            best, _best(goal, item, kinds, [[None, *offered] for _, offered in item.options]), key=lambda x: x[0]
-        )
+        every = _best(goal, item, kinds, [[None, *offered] for _, offered in item.options])
+        best = every if every[0] > best[0] else best
     return best
 
 
@@ -203,13 +167,11 @@ def _best(
     goal: ShopGoal, item: Product, kinds: list[str], values: list[list[str | None]]
 ) -> tuple[float, dict[str, str]]:
     best: tuple[float, dict[str, str]] = (-1.0, {})
-    for number, choice in enumerate(combinations(*values)):
+    for choice in islice(combinations(*values), MAX_COMBINATIONS + 1):
         chosen = {kind: value for kind, value in zip(kinds, choice, strict=True) if value is not None}
         worth = purchase_reward(goal, item, chosen)
         if worth > best[0]:
             best = worth, chosen
-        if number >= MAX_COMBINATIONS:
-            break
     return best
 
 
@@ -248,12 +210,10 @@ class ShopSite:
     per_page: int
 
     def results(self, page: ShopPage) -> list[Product]:
-        """Products of a result page."""
         found = self.catalogue.search_indices(page.words, RESULTS)
         return [self.catalogue.products[i] for i in found[page.number * self.per_page :][: self.per_page]]
 
     def last(self, page: ShopPage) -> int:
-        """Number of the last result page."""
         return max(len(self.catalogue.search_indices(page.words, RESULTS)) - 1, 0) // self.per_page
 
     def item(self, page: ShopPage) -> Product:
@@ -280,8 +240,12 @@ class ShopSite:
             return None
         if button == BACK:
             return ShopPage()
+        if button == PREVIOUS and page.kind == "results":
+            return replace(page, number=page.number - 1)
+        if button == PREVIOUS and page.kind == "item":
+            return replace(page, kind="results", item="", chosen=())
         if button == PREVIOUS:
-            return self._previous(page)
+            return replace(page, kind="item", topic="")
         if button == NEXT:
             return replace(page, number=page.number + 1)
         if page.kind == "results":
@@ -290,22 +254,11 @@ class ShopSite:
             return replace(page, kind="done")
         if button in TOPICS:
             return replace(page, kind="topic", topic=button)
-        return self._choose(page, button)
-
-    def _previous(self, page: ShopPage) -> ShopPage:
-        if page.kind == "results":
-            return replace(page, number=page.number - 1)
-        if page.kind == "item":
-            return replace(page, kind="results", item="", chosen=())
-        return replace(page, kind="item", topic="")
-
-    def _choose(self, page: ShopPage, value: str) -> ShopPage:
-        kind = next(kind for kind, offered in self.item(page).options if value in offered)
+        kind = next(kind for kind, offered in self.item(page).options if button in offered)
         rest = tuple(pair for pair in page.chosen if pair[0] != kind)
-        return replace(page, chosen=(*rest, (kind, value)))
+        return replace(page, chosen=(*rest, (kind, button)))
 
     def text(self, page: ShopPage) -> str:
-        """The page as text."""
         match page.kind:
             case "search":
                 return "[Search]"
@@ -314,7 +267,9 @@ class ShopSite:
             case "item":
                 return self._item_text(page)
             case "topic":
-                return f"[{BACK}] [{PREVIOUS}]\n{self._topic_text(page)}"
+                item = self.item(page)
+                texts = {"Description": [item.description], "Features": item.features, "Reviews": item.reviews}
+                return f"[{BACK}] [{PREVIOUS}]\n" + ("\n".join(texts[page.topic]) or "Nothing here.")
             case _:
                 return "Thank you for shopping with us."
 
@@ -334,11 +289,6 @@ class ShopSite:
             lines.append("Chosen: " + ", ".join(value for _, value in page.chosen))
         lines.append(" ".join(f"[{button}]" for button in (*TOPICS, BUY)))
         return "\n".join(lines)
-
-    def _topic_text(self, page: ShopPage) -> str:
-        product = self.item(page)
-        texts = {"Description": [product.description], "Features": product.features, "Reviews": product.reviews}
-        return "\n".join(texts[page.topic]) or "Nothing here."
 
 
 MATCH_THRESHOLD = 85
@@ -364,21 +314,11 @@ def purchase_reward(goal: ShopGoal, product: Product, chosen: Mapping[str, str])
 def type_score(wanted: Product, bought: Product) -> float:
     """1 for products of one kind (same query, two shared categories, or shared title nouns), 0.5 otherwise, 0.1 with
     hardly a shared noun, 0 without any."""
-    if wanted.nouns:
-        shared = len(set(wanted.nouns) & set(bought.nouns)) / len(wanted.nouns)
-    else:
-        shared = 0.2
-    if shared == 0:
-        return 0.0
+    shared = len(set(wanted.nouns) & set(bought.nouns)) / len(wanted.nouns) if wanted.nouns else 0.2
     if shared < 0.1:
-        return 0.1
-    token_set_ratio = wanted.query == bought.query or _shared_categories(wanted, bought) >= 2 or shared > 0.2
-    return 1.0 if token_set_ratio else 0.5
-
-
-def _shared_categories(one: Product, other: Product) -> int:
-    left, right = ({part.strip() for part in product.category.split("›")} for product in (one, other))
-    return len(left & right)
+        return 0.1 if shared else 0.0
+    left, right = ({part.strip() for part in product.category.split("›")} for product in (wanted, bought))
+    return 1.0 if wanted.query == bought.query or len(left & right) >= 2 or shared > 0.2 else 0.5
 
 
 def num_attributes_met(goal: ShopGoal, product: Product) -> int:
@@ -401,11 +341,7 @@ def num_options_met(goal: ShopGoal, chosen: Mapping[str, str]) -> int:
 
 
 def plain_color(text: str) -> str:
-    """The basic color in an option's text, else the text.
-
-    Example:
-        plain_color("light navy stripes")      # 'navy'
-    """
+    """The basic color in an option's text, else the text."""
     return next((color for color in COLORS if color in text.lower()), text.lower())
 
 

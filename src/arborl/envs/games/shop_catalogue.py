@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -68,9 +68,6 @@ class Products(Protocol):
 class Catalogue:
     """Products by index and id, with full-text search.
 
-    Example:
-        catalogue.search("red cotton shirt")      # best match first
-
     Args:
         products: the products.
         texts: indexed text of each product.
@@ -83,8 +80,7 @@ class Catalogue:
         self.lock = threading.Lock()
         self.db = sqlite3.connect(":memory:", check_same_thread=False)
         self.db.execute("CREATE VIRTUAL TABLE products USING fts5(text, content='', tokenize='porter unicode61')")
-        rows = ((place, text) for place, text in enumerate(texts, 1))
-        self.db.executemany("INSERT INTO products(rowid, text) VALUES (?, ?)", rows)
+        self.db.executemany("INSERT INTO products(rowid, text) VALUES (?, ?)", enumerate(texts, 1))
         self.db.commit()
         self.found = lru_cache(maxsize=4096)(self._search)
 
@@ -113,82 +109,20 @@ class Catalogue:
             return tuple(row[0] - 1 for row in self.db.execute(order, (match, limit)))
 
 
-@dataclass(frozen=True, slots=True)
-class Department:
+class Department(NamedTuple):
     """Vocabulary of one department: every use combines with every noun and attribute."""
 
     name: str
-    nouns: tuple[str, ...]
-    uses: tuple[str, ...]
-    attributes: tuple[str, ...]
-    options: tuple[str, ...]
+    nouns: list[str]
+    uses: list[str]
+    attributes: list[str]
+    options: list[str]
 
 
-def _department(name: str, nouns: str, uses: str, attributes: str, *options: str) -> Department:
-    return Department(name, tuple(nouns.split()), tuple(uses.split()), tuple(attributes.split()), options)
-
-
-DEPARTMENTS = (
-    _department(
-        "clothing",
-        "shirt jacket dress sweater skirt coat hoodie vest scarf glove hat sock belt tie robe cape",
-        "running winter summer office hiking rain yoga party travel garden school beach city evening work holiday",
-        "soft warm light slim loose cotton wool linen silk striped plain washable",
-        "color",
-        "size",
-    ),
-    _department(
-        "shoes",
-        "boot sandal sneaker slipper clog loafer",
-        "running winter summer office hiking rain party travel beach city evening work",
-        "soft warm light narrow wide leather canvas rubber padded plain flat waterproof",
-        "color",
-        "size",
-    ),
-    _department(
-        "kitchen",
-        "pan pot kettle knife mug bowl plate jar tray spoon grater whisk ladle peeler",
-        "soup tea coffee camping travel salad bread cake pasta rice fish fruit egg breakfast",
-        "steel glass ceramic wooden nonstick heavy light deep flat round square sturdy",
-        "color",
-    ),
-    _department(
-        "furniture",
-        "table chair lamp products desk bed sofa stool rug mirror bench cabinet rack",
-        "kitchen office bedroom garden hall bath library nursery studio attic porch dining",
-        "oak pine steel glass folding low tall narrow wide round modern rustic",
-        "color",
-        "size",
-    ),
-    _department(
-        "electronics",
-        "cable charger speaker keyboard mouse headset camera radio tablet clock lamp fan",
-        "travel office car home studio gaming desk kitchen bedroom garden school",
-        "wireless slim loud quiet fast small large solar waterproof bright foldable light",
-        "color",
-    ),
-    _department(
-        "beauty",
-        "soap cream shampoo lotion brush oil balm scrub mask comb powder",
-        "face hand hair body foot lip bath night day beard baby",
-        "gentle fresh rich mild natural vegan organic scented creamy clear cool light",
-        "size",
-    ),
-    _department(
-        "toys",
-        "puzzle doll kite ball car train robot drum boat block bear game",
-        "bath beach garden travel party school birthday baby family indoor outdoor",
-        "wooden soft plush plastic big small musical magnetic noisy quiet safe striped",
-        "color",
-    ),
-    _department(
-        "garden",
-        "shovel rake hose pot glove chair lamp fork bucket basket bench saw",
-        "flower vegetable lawn tree patio balcony winter spring rose herb fruit",
-        "steel wooden plastic light heavy long short sharp sturdy folding green compact",
-        "size",
-    ),
-)
+DEPARTMENTS = [
+    Department(row["name"], row["nouns"].split(), row["uses"].split(), row["attributes"].split(), row["options"])
+    for row in json.loads(Path(__file__).with_name("shop_departments.json").read_text(encoding="utf-8"))
+]
 OPTIONS = {
     "color": ("red", "blue", "green", "black", "white", "pink", "brown", "yellow"),
     "size": ("small", "medium", "large", "huge", "tiny"),
@@ -328,13 +262,14 @@ class WebShopData:
 def load_webshop(folder: str, human: bool = True) -> WebShopData:
     """Read the files; once per process."""
     listed, notes = _read(folder, "products"), _read(folder, "attributes")
-    products = list({row["asin"]: _product(row, notes) for row in listed if _is_asin(row.get("asin"))}.values())
+    rows = [row for row in listed if isinstance(row.get("asin"), str) and row["asin"] != "nan"]
+    products = list({row["asin"]: _product(row, notes) for row in rows if len(row["asin"]) <= 10}.values())
     texts = [_indexed_text(product) for product in products]
     people = _read(folder, "people") if human else {}
     goals: dict[str, list[ShopGoal]] = {"train": [], "held_out": []}
     for product in products:
-        rows = people.get(product.id, ()) if human else _synthetic(product, notes.get(product.id, {}))
-        for goal in (_goal(product, one) for one in rows):
+        given = people.get(product.id, ()) if human else _synthetic(product, notes.get(product.id, {}))
+        for goal in (_goal(product, one) for one in given):
             if goal is not None:
                 goals[split_of(("webshop", product.id))].append(goal)
     return WebShopData(Catalogue(products, texts, [product.id for product in products]), goals)
@@ -346,10 +281,6 @@ def _read(folder: str, what: str) -> Any:
         if (place / name).is_file():
             return json.loads((place / name).read_text(encoding="utf-8"))
     raise ValueError(f"{place}: no {' or '.join(FILES[what])}; give the folder of WebShop's data files")
-
-
-def _is_asin(text: Any) -> bool:
-    return isinstance(text, str) and text != "nan" and len(text) <= 10
 
 
 def _product(row: Mapping[str, Any], notes: Mapping[str, Any]) -> Product:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
-from arborl.envs.env import Env, Observation, Step, format_answer, parse_choice, task_split
+from arborl.envs.env import Observation, Step, format_answer, parse_choice, task_split
 from arborl.envs.games.sokoban_levels import (
     MOVES,
     BoardState,
@@ -16,6 +16,7 @@ from arborl.envs.games.sokoban_levels import (
     format_board,
     solve,
 )
+from arborl.envs.games.text_game import TextGame, require
 from arborl.types import Message, Metrics, Task
 
 if TYPE_CHECKING:
@@ -27,24 +28,13 @@ RULES = (
     "Each turn, answer with one move: <answer>Up</answer>, <answer>Down</answer>, <answer>Left</answer> "
     "or <answer>Right</answer>."
 )
-INVALID = "Not a move."
+PRESETS = {
+    "6x6": {"size": 6, "boxes": 1, "walls": 0.1, "pulls": 5, "max_steps": 12},
+    "10x10": {"size": 10, "boxes": 2, "walls": 0.15, "pulls": 16, "max_steps": 50},
+}
 
 
-@dataclass(frozen=True, slots=True)
-class SokobanPreset:
-    """Default arguments of `Sokoban`."""
-
-    size: int
-    boxes: int
-    walls: float
-    pulls: int
-    max_steps: int
-
-
-PRESETS = {"6x6": SokobanPreset(6, 1, 0.1, 5, 12), "10x10": SokobanPreset(10, 2, 0.15, 16, 50)}
-
-
-class Sokoban(Env):
+class Sokoban(TextGame):
     """Push every box onto a target.
 
     Args:
@@ -64,6 +54,7 @@ class Sokoban(Env):
 
     blocking = False
     tagged = True
+    rules, invalid = RULES, "Not a move."
 
     def __init__(
         self,
@@ -80,30 +71,17 @@ class Sokoban(Env):
         format_penalty: float = -0.1,
         border: bool = False,
     ):
-        if preset not in PRESETS:
-            raise ValueError(f"preset={preset!r}: give one of {', '.join(PRESETS)}")
-        base = PRESETS[preset]
-        self.size = base.size if size is None else size
-        self.boxes = base.boxes if boxes is None else boxes
-        self.walls = base.walls if walls is None else walls
-        self.pulls = base.pulls if pulls is None else pulls
-        self.max_steps = base.max_steps if max_steps is None else max_steps
+        require(preset in PRESETS, f"preset={preset!r}: give one of {', '.join(PRESETS)}")
+        given = {"size": size, "boxes": boxes, "walls": walls, "pulls": pulls, "max_steps": max_steps}
+        chosen: dict[str, Any] = PRESETS[preset] | {name: value for name, value in given.items() if value is not None}
+        self.size, self.boxes, self.walls, self.pulls = (chosen[name] for name in ("size", "boxes", "walls", "pulls"))
+        self.max_steps, self.format_penalty = chosen["max_steps"], format_penalty
+        self.check_limits()
+        require(self.size >= 5, f"size={self.size}: give 5 or more; the outer wall takes two")
+        require(self.boxes >= 1 and self.pulls >= 1, f"boxes={self.boxes}, pulls={self.pulls}: give at least 1 of each")
+        require(0 <= self.walls < 1, f"walls={self.walls}: give a probability from 0, below 1")
         self.levels, self.border = levels, border
         self.step_reward, self.box_reward, self.done_reward = step_reward, box_reward, done_reward
-        self.format_penalty = format_penalty
-        self._check()
-
-    def _check(self) -> None:
-        if self.size < 5:
-            raise ValueError(f"size={self.size}: give 5 or more; the outer wall takes two")
-        if self.boxes < 1:
-            raise ValueError(f"boxes={self.boxes}: give at least 1")
-        if not 0 <= self.walls < 1:
-            raise ValueError(f"walls={self.walls}: give a probability from 0, below 1")
-        if self.pulls < 1 or self.max_steps < 1:
-            raise ValueError(f"pulls={self.pulls}, max_steps={self.max_steps}: give at least 1 of each")
-        if self.format_penalty > 0:
-            raise ValueError(f"format_penalty={self.format_penalty}: a penalty is negative or zero")
 
     async def reset(self, task: Task, seed: int) -> Observation:
         split = task_split(task, "sokoban")
@@ -113,56 +91,27 @@ class Sokoban(Env):
             self.level, self.state = draw_level(
                 task.seed, split, self.size, self.boxes, self.walls, self.pulls, self.max_steps
             )
-        self.steps = self.valid = self.effective = 0
         self.solution: dict[BoardState, str] = {}
-        board = self.board()
-        return Observation((Message("system", RULES), Message("user", board)), state_key=board)
+        return self.opening()
 
     async def step(self, action: Message) -> Step:
         name = parse_choice(action.content, MOVES)
-        before = self.state
+        before, home_before = self.state, self._boxes_on_targets()
         if name is not None:
             self.state = apply_move(self.level, before, name)
+        home, solved = self._boxes_on_targets(), self.state.solved(self.level)
+        reward = self.step_reward + self.box_reward * (home - home_before)
+        reward += self.done_reward if solved else 0.0
+        reward += self.format_penalty if name is None else 0.0
         effective = self.state != before
-        self.steps += 1
-        self.valid += name is not None
-        self.effective += effective
-        solved = self.state.solved(self.level)
-        board = self.board()
-        return Step(
-            Observation((Message("user", board if name else f"{INVALID}\n{board}"),), state_key=board),
-            reward=self._reward(before, name is not None),
-            terminated=solved,
-            truncated=not solved and self.steps >= self.max_steps,
-            info={
-                "valid": float(name is not None),
-                "effective": float(effective),
-                "boxes_home": float(self._boxes_on_targets()),
-            },
-        )
-
-    def _reward(self, before: BoardState, valid: bool) -> float:
-        gained = self._boxes_on_targets() - len(before.boxes & self.level.targets)
-        reward = self.step_reward + self.box_reward * gained
-        if self.state.solved(self.level):
-            reward += self.done_reward
-        return reward if valid else reward + self.format_penalty
+        return self.next_step(name is not None, effective, reward, solved, boxes_home=float(home))
 
     def _boxes_on_targets(self) -> int:
         return len(self.state.boxes & self.level.targets)
 
-    def board(self) -> str:
-        """The board in the agent's observation."""
-        return format_board(self.level, self.state, self.border)
-
     def metrics(self) -> Metrics:
-        played = max(self.steps, 1)
-        return {
-            "success": float(self.state.solved(self.level)),
-            "boxes_home": self._boxes_on_targets() / len(self.level.targets),
-            "valid": self.valid / played,
-            "effective": self.effective / played,
-        }
+        home = self._boxes_on_targets() / len(self.level.targets)
+        return {"success": float(self.state.solved(self.level)), "boxes_home": home, **self.shares()}
 
     def actions(self) -> list[str]:
         return [format_answer(name) for name in MOVES]
@@ -170,22 +119,16 @@ class Sokoban(Env):
     def oracle(self) -> str:
         """The next move of a shortest solution; `Up` when the level can no longer be solved."""
         if self.state not in self.solution:
-            self._solve()
+            with suppress(SolverLimitExceeded):
+                here = self.state
+                for name in solve(self.level, here) or ():
+                    self.solution[here] = name
+                    here = apply_move(self.level, here, name)
         return format_answer(self.solution.get(self.state, "Up"))
 
-    def _solve(self) -> None:
-        """Store a shortest solution from the current state."""
-        try:
-            solution = solve(self.level, self.state)
-        except SolverLimitExceeded:
-            solution = None
-        here = self.state
-        for name in solution or ():
-            self.solution[here] = name
-            here = apply_move(self.level, here, name)
-
     def state_key(self) -> str:
-        return self.board()
+        """The board in the agent's observation."""
+        return format_board(self.level, self.state, self.border)
 
     def render(self) -> str:
         return format_board(self.level, self.state)

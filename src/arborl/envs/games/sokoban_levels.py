@@ -6,6 +6,7 @@ import heapq
 from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -16,17 +17,13 @@ from arborl.seeds import generator
 MOVES = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
 
 WALL, FLOOR, TARGET, BOX, BOX_ON_TARGET, PLAYER, PLAYER_ON_TARGET = "#_OX√PS"
-STANDARD = {
-    "#": WALL,
-    " ": FLOOR,
-    "-": FLOOR,
-    ".": TARGET,
-    "$": BOX,
-    "*": BOX_ON_TARGET,
-    "@": PLAYER,
-    "+": PLAYER_ON_TARGET,
-}
+STANDARD = dict(zip("#_- .$*@+", "#___OX√PS", strict=True))
 """Symbols of level collections (XSB, Boxoban) -> symbols of this module."""
+
+
+@lru_cache(maxsize=256)
+def _deltas(columns: int) -> dict[str, int]:
+    return {name: down * columns + right for name, (down, right) in MOVES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +50,6 @@ class BoardState:
 
     def solved(self, level: Level) -> bool:
         return self.boxes == level.targets
-
-
-@lru_cache(maxsize=256)
-def _deltas(columns: int) -> dict[str, int]:
-    return {name: down * columns + right for name, (down, right) in MOVES.items()}
 
 
 def apply_move(level: Level, state: BoardState, name: str) -> BoardState:
@@ -94,15 +86,7 @@ def _symbol(level: Level, state: BoardState, cell: int) -> str:
 
 
 def parse_board(text: str, where: str = "level") -> tuple[Level, BoardState]:
-    """A board from text, in this module's symbols or those of level collections. Rows are padded with wall.
-
-    Example:
-        level, state = read("#####\\n#@$.#\\n#####")
-
-    Args:
-        text: the rows.
-        where: location, for error messages.
-    """
+    """A board from text, in this module's symbols or those of level collections. Rows are padded with wall."""
     rows = [line.rstrip("\n") for line in text.splitlines() if line.strip()]
     columns = max(map(len, rows), default=0)
     found: dict[str, set[int]] = {symbol: set() for symbol in "#_OX√PS"}
@@ -121,15 +105,11 @@ def parse_board(text: str, where: str = "level") -> tuple[Level, BoardState]:
             "and as many boxes as targets"
         )
     level = Level(len(rows), columns, frozenset(found[WALL]), targets)
-    if not level.walls >= _ring(level):
+    rows_range, last = range(level.rows), (level.rows - 1) * level.columns
+    ring = {row * level.columns + side for row in rows_range for side in (0, level.columns - 1)}
+    if not level.walls >= ring.union(range(level.columns), range(last, last + level.columns)):
         raise ValueError(f"{where}: the border has a gap: enclose the level by wall (#)")
     return level, BoardState(next(iter(players)), boxes)
-
-
-def _ring(level: Level) -> set[int]:
-    last = (level.rows - 1) * level.columns
-    ring = set(range(level.columns)) | set(range(last, last + level.columns))
-    return ring | {row * level.columns + side for row in range(level.rows) for side in (0, level.columns - 1)}
 
 
 MAX_DRAWS = 2_000
@@ -242,13 +222,10 @@ def read_levels(path: str) -> dict[str, list[tuple[Level, BoardState]]]:
 
 
 def split_levels(text: str) -> list[str]:
-    levels: list[list[str]] = [[]]
-    for line in text.splitlines():
-        if line.startswith(";") or not line.strip():
-            levels.append([])
-        else:
-            levels[-1].append(line)
-    return ["\n".join(rows) for rows in levels if rows]
+    def is_row(line: str) -> bool:
+        return bool(line.strip()) and not line.startswith(";")
+
+    return ["\n".join(rows) for inside, rows in groupby(text.splitlines(), is_row) if inside]
 
 
 MAX_STATES = 20_000
@@ -274,7 +251,7 @@ def solve(level: Level, state: BoardState, max_states: int = MAX_STATES) -> tupl
         return None
     predecessors: dict[BoardState, tuple[BoardState, str] | None] = {state: None}
     cost = {state: 0}
-    queue = [(estimate(far, state), 0, state.player, sorted(state.boxes), state)]
+    queue = [(sum(far[box] for box in state.boxes), 0, state.player, sorted(state.boxes), state)]
     done: set[BoardState] = set()
     while queue:
         *_, here = heapq.heappop(queue)
@@ -295,7 +272,7 @@ def solve(level: Level, state: BoardState, max_states: int = MAX_STATES) -> tupl
                 total = cost[here] + distances[stand] + 1
                 if total < cost.get(after, 1 << 30):
                     cost[after], predecessors[after] = total, (here, name)
-                    ahead = estimate(far, after)
+                    ahead = sum(far[box] for box in after.boxes)
                     heapq.heappush(queue, (total + ahead, ahead, after.player, sorted(after.boxes), after))
     return None
 
@@ -315,12 +292,7 @@ def pushes_to_target(level: Level) -> dict[int, int]:
     return far
 
 
-def estimate(far: dict[int, int], state: BoardState) -> int:
-    return sum(far[box] for box in state.boxes)
-
-
 def walking_distances(level: Level, state: BoardState) -> dict[int, int]:
-    """Number of moves to every cell that the player can reach without a push."""
     found = {state.player: 0}
     queue = deque([state.player])
     steps = tuple(level.deltas.values())

@@ -27,12 +27,8 @@ from arborl.models.model_loading import compute_device
 
 log = logging.getLogger(__name__)
 
-ATTENTION_SOURCE = Path(__file__).with_name("tree_attention.c")
-
 
 class _Attention(Structure):
-    """`Attention` in the C source."""
-
     _fields_ = [
         *((name, c_int64) for name in ("trees", "heads", "key_heads", "size", "window")),
         ("scale", c_float),
@@ -44,22 +40,27 @@ class _Attention(Structure):
     ]
 
 
-@cache
-def attention_library() -> ctypes.CDLL | None:
-    """The compiled attention; None without a C compiler."""
-    library = load_c_library(ATTENTION_SOURCE)
-    if library is not None:
-        library.attention_bytes.restype = c_int64
-        library.forward.argtypes = library.backward.argtypes = [POINTER(_Attention)]
-        library.forward.restype = library.backward.restype = None
-        if library.attention_bytes() != ctypes.sizeof(_Attention):
-            log.warning("%s is not used: its struct has another layout here", ATTENTION_SOURCE.name)
-            return None
+def _library(source: str, struct: type[Structure], size_function: str, functions: tuple[str, ...]) -> Any:
+    """The compiled functions, which take a pointer to the struct; None without a C compiler."""
+    library: Any = load_c_library(Path(__file__).with_name(source))
+    if library is None:
+        return None
+    for name in functions:
+        function = getattr(library, name)
+        function.argtypes, function.restype = [POINTER(struct)], None
+    getattr(library, size_function).restype = c_int64
+    if getattr(library, size_function)() != ctypes.sizeof(struct):
+        log.warning("%s is not used: its struct has another layout here", source)
+        return None
     return library
 
 
+@cache
+def attention_library() -> Any:
+    return _library("tree_attention.c", _Attention, "attention_bytes", ("forward", "backward"))
+
+
 def supports_cpu_attention(model: PreTrainedModel) -> bool:
-    """Whether the CPU attention supports this model."""
     place = compute_device(model)  # device and dtype of the computation; sharded weights may be stored differently
     if place.device.type != "cpu" or place.dtype != torch.float32:
         return False
@@ -84,7 +85,6 @@ class CpuTreeAttention:
         return out
 
     def arguments(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> _Attention:
-        """The arguments of both passes."""
         a = _Attention(len(self.start) - 1, q.shape[1], k.shape[1], q.shape[2], window, scale)
         a.start, a.end, a.depth = (x.ctypes.data for x in (self.start, self.end, self.depth))
         for name, x in (("q", q), ("k", k), ("v", v)):
@@ -140,17 +140,12 @@ def _run_attention(direction: str, a: _Attention) -> None:
         raise MemoryError("no memory for attention over these trees")
 
 
-LAYERS_SOURCE = Path(__file__).with_name("update_layers.c")
-ROWS_PER_PARTIAL = 32
-"""`SOME` in the C source."""
-MIN_NUMBERS_PER_THREAD = 2**15
-"""With fewer, another thread costs more than it saves."""
+ROWS_PER_PARTIAL = 32  # `SOME` in the C source
+MIN_NUMBERS_PER_THREAD = 2**15  # with fewer, another thread costs more than it saves
 FUNCTIONS = ("norm", "norm_backward", "rotate", "gate", "gate_backward", "token_logprobs", "token_logprobs_backward")
 
 
 class _Rows(Structure):
-    """`Rows` in the C source."""
-
     _fields_ = [
         *((name, c_int64) for name in ("rows", "width", "heads", "stride", "back")),
         ("epsilon", c_float),
@@ -162,18 +157,8 @@ class _Rows(Structure):
 
 
 @cache
-def layers_library() -> ctypes.CDLL | None:
-    """The compiled layer functions; None without a C compiler."""
-    library = load_c_library(LAYERS_SOURCE)
-    if library is not None:
-        library.rows_bytes.restype = c_int64
-        for name in FUNCTIONS:
-            function = getattr(library, name)
-            function.argtypes, function.restype = [POINTER(_Rows)], None
-        if library.rows_bytes() != ctypes.sizeof(_Rows):
-            log.warning("%s is not used: its struct has another layout here", LAYERS_SOURCE.name)
-            return None
-    return library
+def layers_library() -> Any:
+    return _library("update_layers.c", _Rows, "rows_bytes", FUNCTIONS)
 
 
 def _run_layers(
@@ -189,7 +174,6 @@ def _run_layers(
 
 
 def norm(x_NE: Tensor, weight_E: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """RMS norm of rows, and the factor of each row."""
     count, width = x_NE.shape
     out, each = torch.empty_like(x_NE), x_NE.new_empty(count)
     _run_layers("norm", count, width, epsilon=epsilon, x=x_NE, weight=weight_E, out=out, each=each)
@@ -197,7 +181,6 @@ def norm(x_NE: Tensor, weight_E: Tensor, epsilon: float) -> tuple[Tensor, Tensor
 
 
 def norm_backward(x_NE: Tensor, weight_E: Tensor, each_N: Tensor, grad_NE: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of the rows and of the weight."""
     count, width = x_NE.shape
     out, partial = torch.empty_like(x_NE), x_NE.new_empty(-(-count // ROWS_PER_PARTIAL), width)
     _run_layers(
@@ -226,7 +209,6 @@ def gate(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
 
 
 def gate_backward(gate_NF: Tensor, up_NF: Tensor, grad_NF: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of both."""
     to_gate, to_up = torch.empty_like(gate_NF), torch.empty_like(up_NF)
     _run_layers("gate_backward", *gate_NF.shape, x=gate_NF, y=up_NF, grad=grad_NF, out=to_gate, more=to_up)
     return to_gate, to_up
@@ -246,7 +228,6 @@ def token_logprobs_backward(
     logit_MV: Tensor, token_M: Tensor, temperature_M: Tensor, entropy_M: Tensor, lse_M: Tensor, to_logprob_M: Tensor,
     to_entropy_M: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The gradient of the logits."""
     out = torch.empty_like(logit_MV)
     _run_layers(
         "token_logprobs_backward", *logit_MV.shape, x=logit_MV, token=token_M, temperature=temperature_M,

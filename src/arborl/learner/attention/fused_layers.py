@@ -22,7 +22,6 @@ SILU = ("SiLU", "SiLUActivation")
 
 
 def supports_fused_layers(model: PreTrainedModel) -> bool:
-    """Whether the fused operations support this model on its device."""
     if model.device.type == "cpu":
         able = model.dtype == torch.float32 and cpu_kernels.layers_library() is not None
     else:
@@ -111,13 +110,11 @@ FUSED_OPS = LayerFunctions(_Rotate.apply, _fused_gate, _fused_norm)
 def fused_head(
     head: Any, hidden_ME: Tensor, token_M: Tensor, shape: DistributionParams, entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies, for sampling without truncation and logits without a cap."""
     temperature_M = shape.temperature_B.float().expand(len(token_M)).contiguous()
     logprob_M, entropy_M = fused_logprobs(raw_head_logits(head, None, hidden_ME), token_M, temperature_M)
     return logprob_M, entropy_M if entropy else entropy_M.detach()
 
 
 def fused_logprobs(logit_MV: Tensor, token_M: Tensor, temperature_M: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability of each token at its temperature, and the entropy."""
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(logit_MV, token_M, temperature_M)
     return result

@@ -54,13 +54,9 @@ class TritonTreeAttention:
 
 
 def supports_gpu_attention(model: PreTrainedModel) -> bool:
-    """Whether the kernels support this model on its device."""
     if compute_device(model).device.type != "cuda" or find_spec("triton") is None:
         return False
     return tiles_for(attention_layout(model).size, compute_device(model).dtype) is not None
-
-
-# ------------------------------------------------------------------------------------------------ the operations
 
 
 def _tiles(numbers: Sequence[int]) -> Tiles:

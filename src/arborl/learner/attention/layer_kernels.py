@@ -12,17 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-GATE_BLOCK = 1024
-"""Numbers of a row per program of `gate`."""
-LOGIT_BLOCK = 4096
-"""Logits per iteration."""
+GATE_BLOCK = 1024  # numbers of a row per program of `gate`
+LOGIT_BLOCK = 4096  # logits per iteration
 
 
 def next_power(n: int) -> int:
     return int(triton.next_power_of_2(n))
-
-
-# ------------------------------------------------------------------------------------------------ positions
 
 
 @triton.jit
@@ -54,9 +49,6 @@ def rotate(x_NJD: Tensor, cos_N1D: Tensor, signed_sin_N1D: Tensor, back: bool) -
         J=heads, D=size, HEADS=next_power(heads), SIZE=next_power(size), BACK=back,
     )  # fmt: skip
     return out
-
-
-# ------------------------------------------------------------------------------------------------ gates
 
 
 @triton.jit
@@ -95,9 +87,6 @@ def gate_backward(gate_NF: Tensor, up_NF: Tensor, grad_NF: Tensor) -> tuple[Tens
         gate_NF, up_NF, grad_NF, to_gate, to_up, width, BLOCK=GATE_BLOCK
     )
     return to_gate, to_up
-
-
-# ------------------------------------------------------------------------------------------------ logits
 
 
 @triton.jit
@@ -152,7 +141,6 @@ def token_logprobs_backward(
     logit_MV: Tensor, token_M: Tensor, temperature_M: Tensor, entropy_M: Tensor, lse_M: Tensor, to_logprob_M: Tensor,
     to_entropy_M: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The gradient of the logits."""
     count, vocabulary = logit_MV.shape
     out = torch.empty_like(logit_MV)
     _token_logprobs_backward[(count, triton.cdiv(vocabulary, LOGIT_BLOCK))](

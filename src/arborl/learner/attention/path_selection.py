@@ -1,9 +1,8 @@
 """Execution paths: how a model runs over a micro-batch of trees, and which path is used.
 
-A path combines an attention backend, fused or library layers, and gradient checkpointing. All paths compute the same
-numbers. When a path is first used for a model, it is compared on a small tree with the library's code and dense
-attention, layer by layer, in values and (where gradients are enabled) in gradients (`models/path_check.py`). A path
-that differs or fails is reported and not used again.
+A path combines an attention backend, fused or library layers, and gradient checkpointing. All compute the same numbers.
+When a path is first used for a model, it is compared on a small tree with the library's code and dense attention
+(`models/path_check.py`), with gradients if they are enabled. A path that differs or fails is reported and not used.
 """
 
 from __future__ import annotations
@@ -41,18 +40,13 @@ from arborl.models.model_loading import compute_device
 from arborl.models.path_check import HIGHER, Outputs, check_attention, check_layers, excess, norm_error, sample_tokens
 from arborl.types import Terms
 
-MAX_BLOCK_SHARE = 0.7
-"""Block attention is used if it multiplies less than this share of dense attention."""
-CHECK_STEM, LARGE_CHECK_STEM = 24, 200
-"""Tokens of the check tree's stem; the second is for kernels with large blocks."""
-CHECKED_HEAD_ROWS = 16
-"""Tokens whose log-probabilities are compared."""
+MAX_BLOCK_SHARE = 0.7  # block attention is used if it multiplies less than this share of dense attention
+CHECK_STEM, LARGE_CHECK_STEM = 24, 200  # tokens of the check tree's stem; the second is for kernels with large blocks
+CHECKED_HEAD_ROWS = 16  # tokens whose log-probabilities are compared
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBackend:
-    """One implementation of attention over the trees of a micro-batch."""
-
     make: Callable[[MicroBatch, torch.device], AttentionFunction]
     supports: Callable[[PreTrainedModel], bool] = lambda model: True
     """Whether `learner.attention=auto` tries it for a model."""
@@ -72,12 +66,8 @@ ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
 
 @dataclass(frozen=True, slots=True)
 class ExecutionPath:
-    """One way to run a model over a micro-batch."""
-
-    attention: str
-    """A name in `ATTENTION_BACKENDS`."""
-    fused: bool = False
-    """Whether norms, rotary embedding, gates and the head run in fused kernels."""
+    attention: str  # a name in `ATTENTION_BACKENDS`
+    fused: bool = False  # whether norms, rotary embedding, gates and the head run in fused kernels
     recompute: bool = False
     """Gradient checkpointing: keep each layer's input and run the layer again in the backward pass."""
 
@@ -155,19 +145,12 @@ def cheapest_attention(batch: MicroBatch, device: torch.device) -> str:
     return "blocks" if blocks < MAX_BLOCK_SHARE * dense else "dense"
 
 
-# ------------------------------------------------------------------------------------------------ selection
-
 _checked: WeakKeyDictionary[PreTrainedModel, dict[tuple[ExecutionPath, bool], bool]] = WeakKeyDictionary()
 """By model: whether a path (with or without gradients) passed its check."""
 
 
 class PathSelector:
-    """Selects the fastest checked path for each model and micro-batch.
-
-    Args:
-        attention: a name in `ATTENTION_BACKENDS`, or `auto`: the cheapest for each batch.
-        recompute: gradient checkpointing.
-    """
+    """Selects the fastest checked path for each model and micro-batch."""
 
     def __init__(self, attention: str = "auto", recompute: bool = False):
         self.attention, self.recompute = attention, recompute

@@ -1,12 +1,9 @@
-"""Attention over trees: token q sees token k exactly when k <= q < end[k], and within a sliding window.
-
-A window counts positions along the branch, which are depths.
+"""Attention over trees: token q sees token k exactly when k <= q < end[k], and within a sliding window of depths.
 
 Several implementations compute the same numbers; `path_selection.py` selects one. `PackedCausalAttention` is for trees
-without branches, which need no mask. `DenseAttention` masks the square of each tree; the others are checked against it.
-`BlockAttention` splits the tokens into blocks and gives each block only the keys that it sees: in depth-first order the
-ancestors of its first token and the block itself. `TritonTreeAttention` (`kernel_attention.py`) is for GPUs,
-`CpuTreeAttention` (`cpu_kernels.py`) for CPUs with a C compiler.
+without branches, `DenseAttention` masks the square of each tree, and `BlockAttention` gives each block of tokens only
+the keys that it sees: in depth-first order the ancestors of its first token and the block itself. `TritonTreeAttention`
+(`kernel_attention.py`) is for GPUs, `CpuTreeAttention` (`cpu_kernels.py`) for CPUs with a C compiler.
 
 N tokens, H query heads, K key heads, D head size, B blocks of T tokens, S keys per block.
 """
@@ -21,12 +18,10 @@ from arborl.learner.core.packing import MicroBatch
 from arborl.models.attention import NO_LIMITS, AttentionLimits, attention
 
 BLOCK = 32
-BUCKET = 16
-"""Blocks per call. Blocks are sorted by their number of keys first, so that little is padded."""
+BUCKET = 16  # blocks per call. Blocks are sorted by their number of keys first, so that little is padded
 
 
 def block_keys(end: np.ndarray) -> list[np.ndarray]:
-    """For each block of tokens, the keys that any of them sees, in order."""
     starts = range(0, len(end), BLOCK)
     return [
         np.concatenate([np.flatnonzero(end[:start] > start), np.arange(start, min(start + BLOCK, len(end)))])
@@ -35,8 +30,6 @@ def block_keys(end: np.ndarray) -> list[np.ndarray]:
 
 
 class PackedCausalAttention:
-    """Plain causal attention for trees without branches, one call per length."""
-
     def __init__(self, batch: MicroBatch, device: torch.device):
         lengths, starts = np.asarray(batch.lengths), np.cumsum(batch.lengths) - batch.lengths
         places = [starts[lengths == length][:, None] + np.arange(length) for length in np.unique(lengths)]
@@ -63,8 +56,6 @@ class PackedCausalAttention:
 
 
 class DenseAttention:
-    """One masked square per tree."""
-
     def __init__(self, batch: MicroBatch, device: torch.device):
         self.lengths = batch.lengths
         self.trees = []
@@ -115,7 +106,6 @@ class BlockBucket:
         self.masks: dict[int | None, Tensor] = {}
 
     def attend(self, q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float, bounds: AttentionLimits) -> Tensor:
-        """The attention output of the blocks, from their gathered queries, keys and values."""
         heads, size = k_SKD.shape[1:]
         groups = q_NHD.shape[1] // heads
         # query heads of one key head become more queries of that head, so keys are not repeated
@@ -132,11 +122,8 @@ class BlockBucket:
 
 
 class BlockAttention:
-    """Blocks in buckets of similar numbers of keys; the output is in the order of the tokens.
-
-    The keys of all buckets are gathered at once: the gradient of one large gather is much cheaper than those of many
-    small ones.
-    """
+    """Blocks in buckets of similar numbers of keys. The keys of all buckets are gathered at once: the gradient of one
+    large gather is much cheaper than those of many small ones."""
 
     def __init__(self, batch: MicroBatch, device: torch.device):
         keys = block_keys(batch.end)

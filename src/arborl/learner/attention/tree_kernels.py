@@ -66,9 +66,6 @@ def _sees(q, k, plan, N, window, WINDOW: tl.constexpr):
     return sees
 
 
-# ------------------------------------------------------------------------------------------------ forward
-
-
 @triton.jit
 def _attend(
     query, k, v, plan, first, begin, stop, highest, total, acc, N, window, scale, cap, k_stride, v_stride,
@@ -120,9 +117,6 @@ def _forward(
     total = tl.where(place < N, total, 1.0)
     _put(out + h * D, first, H * D, acc / total[:, None], N, QUERIES, D, SIZE)
     tl.store(lse + h * N + place, highest + tl.math.log2(total), mask=place < N)
-
-
-# ------------------------------------------------------------------------------------------------ gradients
 
 
 @triton.jit
@@ -242,9 +236,6 @@ def _backward_keys(
     _put(dv + to, first, K * D, to_value, N, KEYS, D, SIZE)
 
 
-# ------------------------------------------------------------------------------------------------ from the host
-
-
 def forward(
     q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, plan: Tensor, scale: float, window: int, cap: float, tiles: Tiles
 ) -> tuple[Tensor, Tensor]:
@@ -265,7 +256,6 @@ def backward(
     q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, plan: Tensor, out_NHD: Tensor, grad_NHD: Tensor, lse_HN: Tensor,
     scale: float, window: int, cap: float, tiles: Tiles,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of queries, keys and values from the gradient of `forward`'s output."""
     count, heads, size = q_NHD.shape
     key_heads = k_NKD.shape[1]
     dq, delta = torch.empty_like(out_NHD), torch.empty_like(lse_HN)

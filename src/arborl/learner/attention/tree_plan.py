@@ -34,8 +34,6 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Those of all three kernels."""
-
     forward: Tile
     to_queries: Tile
     to_keys: Tile
@@ -53,19 +51,13 @@ TILES_32_BIT = {128: Tiles(*[Tile(32, 32, 8, 1)] * 3), 256: Tiles(*[Tile(16, 16,
 
 
 def tiles_for(size: int, dtype: torch.dtype) -> Tiles | None:
-    """The tiles for heads of this size; None if the kernels do not support it."""
     table = {torch.bfloat16: TILES_16_BIT, torch.float16: TILES_16_BIT, torch.float32: TILES_32_BIT}.get(dtype, {})
     return next((tiles for most, tiles in table.items() if size <= most), None)
 
 
 def shares(work: int, group: int) -> tuple[int, int]:
     """Number of parts into which the query heads of a key head are divided, and heads per part: as few as keep the
-    device busy.
-
-    Args:
-        work: programs without dividing.
-        group: query heads per key head.
-    """
+    device busy."""
     each = -(-group // min(group, -(-MIN_PROGRAMS // work)))
     return -(-group // each), each
 

@@ -5,76 +5,51 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from arborl.algorithms.recipe import Algorithm, AlgorithmNeeds
 from arborl.config.run_config import LearnerConfig
+from arborl.learner.core.packing import Trees
 from arborl.learner.core.update_metrics import TermLog
 from arborl.models.lora import export_merged, has_lora
-from arborl.types import Ints, Metrics, Terms, TokenTree
+from arborl.types import Ints, Metrics, Terms
 
-
-class LearnerSnapshot(Protocol):
-    """The state of a learner at one moment; it is written while training continues."""
-
-    @property
-    def live(self) -> bool:
-        """Whether it holds the learner's own tensors: the learner must wait until it is written."""
-        ...
-
-    def write(self, folder: Path) -> None:
-        """Write all files of the checkpoint."""
-        ...
+if TYPE_CHECKING:
+    from arborl.learner.core.checkpoint_files import ShardedSnapshot, Snapshot
 
 
 class BaseLearner(ABC):
     """Trains a policy on token trees and terms."""
 
-    model: PreTrainedModel
-    """The policy whose weights an engine shares."""
+    model: PreTrainedModel  # the policy whose weights an engine shares
     config: LearnerConfig
-    lr: float
-    """Learning rate of the policy before the schedule."""
-    term_log: TermLog | None = None
-    """Collects per-token results of updates; None where they are not recorded."""
+    lr: float  # learning rate of the policy before the schedule
+    term_log: TermLog | None = None  # collects per-token results of updates; None where they are not recorded
 
     @abstractmethod
     def check_paths(self) -> None:
         """Select and check the execution paths now instead of in the first update."""
 
     @abstractmethod
-    def score_terms(
-        self, trees: Sequence[TokenTree], terms: Terms, needs: AlgorithmNeeds, cut: Ints | None = None
-    ) -> Terms:
-        """Return the terms with the columns that `needs` names, computed by policy, reference model, critic and teacher
-        before the update.
-
-        Args:
-            cut: rows of the last terms of truncated episodes; the critic also scores the state after them.
-        """
+    def score_terms(self, trees: Trees, terms: Terms, needs: AlgorithmNeeds, cut: Ints | None = None) -> Terms:
+        """The terms with the columns that `needs` names, computed before the update. `cut` are the rows of the last
+        terms of truncated episodes; the critic also scores the state after them."""
 
     @abstractmethod
-    def logprobs(self, trees: Sequence[TokenTree], terms: Terms) -> Tensor:
+    def logprobs(self, trees: Trees, terms: Terms) -> Tensor:
         """Log-probability of every term under the current weights."""
 
     @abstractmethod
-    def update(
-        self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm, names: Sequence[str] = ()
-    ) -> Metrics:
-        """Train on the batch: `epochs` passes of `minibatches` optimizer steps, each over whole trees.
-
-        The loss of a step is the mean over its mini-batch. Groups with non-finite numbers are dropped and named. If no
-        term remains, the weights stay as they are and the metrics give the reason.
-
-        Args:
-            names: ids of the episodes, by episode number.
-        """
+    def update(self, trees: Trees, terms: Terms, algorithm: Algorithm, names: Sequence[str] = ()) -> Metrics:
+        """Train on the batch: `epochs` passes of `minibatches` optimizer steps, each over whole trees; the loss of a
+        step is the mean over its mini-batch. Groups with non-finite numbers are dropped, and named by the episodes'
+        ids in `names`. If no term remains, the weights stay as they are and the metrics give the reason."""
 
     @abstractmethod
-    def backward(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm) -> Metrics:
+    def backward(self, trees: Trees, terms: Terms, algorithm: Algorithm) -> Metrics:
         """Compute the gradients of one batch without a step; return the loss and the means of the logged quantities."""
 
     @abstractmethod
@@ -94,7 +69,7 @@ class BaseLearner(ABC):
         """Return a function that allocates the memory of a snapshot; it may run in another thread."""
 
     @abstractmethod
-    def snapshot(self) -> LearnerSnapshot:
+    def snapshot(self) -> Snapshot | ShardedSnapshot:
         """Copy the state of a checkpoint. One snapshot is valid at a time: the next one reuses its memory."""
 
     @abstractmethod

@@ -23,7 +23,7 @@ from arborl.algorithms.token_losses import ModelOutputs, TermBatch
 from arborl.config.run_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.attention.path_selection import CHECK_STEM, PathSelector, sample_micro_batch
-from arborl.learner.core.checkpoint_files import SHARDS, Snapshot, checkpoint_tensors, load_checkpoint, load_sharded
+from arborl.learner.core.checkpoint_files import Snapshot, checkpoint_tensors, load_checkpoint
 from arborl.learner.core.interface import BaseLearner
 from arborl.learner.core.offload import HostCopier, OffloadedModel
 from arborl.learner.core.optimizer import (
@@ -34,7 +34,7 @@ from arborl.learner.core.optimizer import (
     local_shard,
     lr_factor,
 )
-from arborl.learner.core.packing import MicroBatch, has_split_tree, token_positions
+from arborl.learner.core.packing import MicroBatch, Trees, has_split_tree, token_positions
 from arborl.learner.core.teacher import RemoteTeacher, Teacher, warn_if_same_model
 from arborl.learner.core.tree_forward import (
     Critic,
@@ -60,7 +60,7 @@ from arborl.models.lora import adapter_copy, dropout_on, has_lora, with_adapter
 from arborl.models.model_loading import compute_device
 from arborl.models.output_heads import CriticInit
 from arborl.seeds import derive
-from arborl.types import Floats, Ints, Metrics, Sampling, Terms, TokenTree
+from arborl.types import Floats, Ints, Metrics, Sampling, Terms
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class Learner(BaseLearner):
         self.offloaded_reference = OffloadedModel(self.reference) if offloads and self.reference is not None else None
         check_critic(config, needs.value)
         separate = config.has_separate_critic
-        self.critic = Critic(model, separate, config.critic_detach, origin) if needs.value else None
+        self.critic = Critic(model, separate, config.critic == "detached", origin) if needs.value else None
         self.path_selector = PathSelector(config.attention, config.recompute is True)
         self.micro_batcher = MicroBatcher(model, config, strategy.lockstep_group)
         self.loss_scale = LossScale(model.dtype)
@@ -130,8 +130,7 @@ class Learner(BaseLearner):
             self.critic.trained_parameters().values() if self.critic else (),
             (self.lr, config.critic_lr or self.lr * (1 if separate else 10)),
         )
-        self.pending_snapshot: Snapshot | None = None
-        """The snapshot whose copies from the device may still be running."""
+        self.pending_snapshot: Snapshot | None = None  # the snapshot whose copies from the device may still be running
         self.done = 0
         """Optimizer steps of the run so far, including those of skipped updates: the schedule follows the run."""
 
@@ -149,27 +148,21 @@ class Learner(BaseLearner):
 
     @property
     def steps(self) -> int:
-        """Optimizer steps per update."""
         return self.config.epochs * self.config.minibatches
 
     @property
     def lr_factor(self) -> float:
-        """The factor of the learning rates at the next step."""
         before = self.first.count * self.steps
         if self.done < before:
             return self.first.lr / self.lr
         total = max(self.total_steps * self.steps - before, 0)
         return lr_factor(self.config, self.done - before, total, self.config.min_lr / self.lr)
 
-    def minibatches_of(self, trees: Sequence[TokenTree]) -> list[Ints]:
+    def minibatches_of(self, trees: Trees) -> list[Ints]:
         """The tree numbers of each mini-batch, in parts of nearly equal count."""
         return np.array_split(np.arange(len(trees)), self.config.minibatches)
 
-    # -------------------------------------------------------------------------------------------- without gradient
-
-    def score_terms(
-        self, trees: Sequence[TokenTree], terms: Terms, needs: AlgorithmNeeds, cut: Ints | None = None
-    ) -> Terms:
+    def score_terms(self, trees: Trees, terms: Terms, needs: AlgorithmNeeds, cut: Ints | None = None) -> Terms:
         """See `BaseLearner.score_terms`. `needs.anchor` costs no pass in an update of one step, which computes it."""
         columns: dict[str, Floats] = {}
         proximal = needs.proximal or (needs.anchor and self.steps > 1)
@@ -193,7 +186,7 @@ class Learner(BaseLearner):
             columns["teacher"] = self._teacher_logprobs(trees, terms)
         return dataclasses.replace(terms, **columns)  # type: ignore[arg-type]
 
-    def _teacher_logprobs(self, trees: Sequence[TokenTree], terms: Terms) -> Floats:
+    def _teacher_logprobs(self, trees: Trees, terms: Terms) -> Floats:
         if self.teacher is None:
             raise ValueError("the algorithm needs a teacher, and this learner was created without one")
         if isinstance(self.teacher, RemoteTeacher):
@@ -204,18 +197,16 @@ class Learner(BaseLearner):
             warn_if_same_model(logprob - terms.logprob)
         return logprob
 
-    def logprobs(self, trees: Sequence[TokenTree], terms: Terms) -> Tensor:
+    def logprobs(self, trees: Trees, terms: Terms) -> Tensor:
         return torch.from_numpy(self._score(self.placed_policy, trees, terms)[0])
 
     @torch.no_grad()
-    def _score(
-        self, placed: PlacedModel, trees: Sequence[TokenTree], terms: Terms, value: bool = False
-    ) -> tuple[Floats, Floats]:
+    def _score(self, placed: PlacedModel, trees: Trees, terms: Terms, value: bool = False) -> tuple[Floats, Floats]:
         """Log-probabilities, and with `value` the critic's estimates."""
         if value:
             self._require_critic()
 
-        def run(trees: Sequence[TokenTree], terms: Terms) -> tuple[Floats, Floats]:
+        def run(trees: Trees, terms: Terms) -> tuple[Floats, Floats]:
             def work(batches: list[MicroBatch]) -> tuple[Floats, Floats]:
                 logprob, values = np.zeros(len(terms)), np.zeros(len(terms))
                 for batch in batches:
@@ -229,7 +220,7 @@ class Learner(BaseLearner):
 
             return self.micro_batcher.run(trees, terms, work, self.optimizer.zero_grad)
 
-        def run_in_lockstep(trees: Sequence[TokenTree], terms: Terms) -> tuple[Floats, Floats]:
+        def run_in_lockstep(trees: Trees, terms: Terms) -> tuple[Floats, Floats]:
             self.strategy.lockstep_group.any(True)
             return run(trees, terms)
 
@@ -264,14 +255,10 @@ class Learner(BaseLearner):
     def _finish_copies(self) -> None:
         """Call before weights change: later GPU work waits for the copies of a snapshot."""
         if self.pending_snapshot is not None:
-            self.pending_snapshot.block_stream()
+            self.pending_snapshot.copied.block_stream()
             self.pending_snapshot = None
 
-    # -------------------------------------------------------------------------------------------- with gradient
-
-    def update(
-        self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm, names: Sequence[str] = ()
-    ) -> Metrics:
+    def update(self, trees: Trees, terms: Terms, algorithm: Algorithm, names: Sequence[str] = ()) -> Metrics:
         self._finish_copies()
         began, whole = self.done, self.batch_group.sum(algorithm.count(terms))
         self.done = began + self.steps
@@ -301,13 +288,9 @@ class Learner(BaseLearner):
         self.done = began + self.steps
         return combine_metrics(values)
 
-    def _step(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm, whole: float) -> Metrics:
-        """One optimizer step from the gradients of all micro-batches and ranks.
-
-        Args:
-            whole: the number of units (`Algorithm.count`) of the update over all ranks, by which weights are
-                normalized.
-        """
+    def _step(self, trees: Trees, terms: Terms, algorithm: Algorithm, whole: float) -> Metrics:
+        """One optimizer step from the gradients of all micro-batches and ranks. Weights are normalized by `whole`, the
+        number of units (`Algorithm.count`) of the update over all ranks."""
         share = whole / max(self.batch_group.sum(algorithm.count(terms)), 1.0)
         sums = self._compute_gradients(trees, terms, algorithm, share)
         metrics = sums.metrics(self.batch_group)
@@ -329,7 +312,7 @@ class Learner(BaseLearner):
             metrics["learner/memory_gib"] = torch.cuda.max_memory_allocated(self.place.device) / 2**30
         return metrics
 
-    def backward(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm) -> Metrics:
+    def backward(self, trees: Trees, terms: Terms, algorithm: Algorithm) -> Metrics:
         metrics = self._compute_gradients(trees, terms, algorithm, 1.0).metrics(self.batch_group)
         self.strategy.reduce_gradients(self.optimizer)
         return metrics
@@ -337,9 +320,7 @@ class Learner(BaseLearner):
     def gradients(self) -> dict[str, Tensor]:
         return {name: gradient.clone() for name, gradient in self.strategy.gradients(self)}
 
-    def _compute_gradients(
-        self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm, share: float
-    ) -> UpdateSums:
+    def _compute_gradients(self, trees: Trees, terms: Terms, algorithm: Algorithm, share: float) -> UpdateSums:
         def work(batches: list[MicroBatch]) -> UpdateSums:
             self.optimizer.zero_grad()
             for batch in batches:
@@ -368,7 +349,7 @@ class Learner(BaseLearner):
             if self.loss_scale.unscale(self.optimizer.present_gradients(), self.strategy.ranks):
                 return sums
 
-    def _trees_with_bad_gradient(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm) -> Ints:
+    def _trees_with_bad_gradient(self, trees: Trees, terms: Terms, algorithm: Algorithm) -> Ints:
         """Trees whose own gradient is not finite. All ranks go through the same trees: passes may be collective."""
         bad = []
         everywhere = self.batch_group.all_gather(np.unique(terms.tree).tolist())
@@ -417,7 +398,7 @@ class Learner(BaseLearner):
         return algorithm.prepare(new_M, with_proximal(terms_M, new_M, algorithm.needs))
 
     def _trust_region_step(
-        self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm, share: float, before: float
+        self, trees: Trees, terms: Terms, algorithm: Algorithm, share: float, before: float
     ) -> Metrics:
         settings = algorithm.trust_region
         assert settings is not None
@@ -436,8 +417,6 @@ class Learner(BaseLearner):
 
         return natural_step(policy, kl, surrogate, before, settings)
 
-    # -------------------------------------------------------------------------------------------- checkpoints
-
     def weights(self) -> dict[str, Tensor]:
         return dict(self.model.state_dict())
 
@@ -451,10 +430,7 @@ class Learner(BaseLearner):
         return made
 
     def load(self, folder: Path) -> None:
-        if (folder / SHARDS).is_dir():
-            load_sharded(self, folder)
-        else:
-            load_checkpoint(self, folder)
+        load_checkpoint(self, folder)
 
     def close(self) -> None:
         """Nothing to stop: there are no further ranks."""

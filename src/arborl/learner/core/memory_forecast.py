@@ -13,19 +13,15 @@ from typing import Protocol
 from arborl.config.run_config import LearnerConfig
 
 GIB = 2**30
-OFFLOAD_CHUNK = 2**28
-"""Offloaded master weights that are on the device at once: 3 GiB with their moments."""
+OFFLOAD_CHUNK = 2**28  # offloaded master weights that are on the device at once: 3 GiB with their moments
 BYTES_PER_LOGIT = 64
 """On a GPU, one logit per this many bytes of its memory: in bfloat16 1/32 of it, and as much for gradients."""
-UNFUSED_HEAD_FACTOR = 4
-"""An unfused head takes this many times as many bytes per logit, so its chunks are smaller."""
-MICRO_BATCH_SIZES = (16_384, 8_192, 4_096, 2_048)
-"""Tokens per micro-batch that are tried on a GPU, fastest first."""
+UNFUSED_HEAD_FACTOR = 4  # an unfused head takes this many times as many bytes per logit, so its chunks are smaller
+MICRO_BATCH_SIZES = (16_384, 8_192, 4_096, 2_048)  # tokens per micro-batch that are tried on a GPU, fastest first
 MIN_CACHED_SEQUENCES = 64
 """With fewer sequences of full length in the engine's KV cache, sampling loses more time than the learner would with
 smaller micro-batches or gradient checkpointing."""
-LIBRARY_BYTES = int(1.5 * GIB)
-"""Memory of CUDA libraries, and fragmentation."""
+LIBRARY_BYTES = int(1.5 * GIB)  # memory of CUDA libraries, and fragmentation
 
 
 class ModelNeeds(Protocol):
@@ -40,30 +36,21 @@ class ModelNeeds(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The sizes of a model that a forecast uses."""
-
-    weights: int
-    """Bytes, including adapters."""
+    weights: int  # bytes, including adapters
     parameters: int
     trained: int
-    coarse: int
-    """Trained parameters in bfloat16 or float16."""
-    largest: int
-    """Numbers of the largest trained tensor."""
-    item: int
-    """Bytes of an activation."""
+    coarse: int  # trained parameters in bfloat16 or float16
+    largest: int  # numbers of the largest trained tensor
+    item: int  # bytes of an activation
     layers: int
     hidden: int
     queries: int
     keys: int
     inner: int
     vocabulary: int
-    head_norms: bool = False
-    """Whether queries and keys are normalized, as in Qwen3."""
-    rank: int = 0
-    """LoRA rank; 0 without adapters."""
-    lean: bool = True
-    """Whether layers run in Arbor's own code, which is fused on a GPU."""
+    head_norms: bool = False  # whether queries and keys are normalized, as in Qwen3
+    rank: int = 0  # LoRA rank; 0 without adapters
+    lean: bool = True  # whether layers run in Arbor's own code, which is fused on a GPU
 
     def optimizer(self, master: bool) -> int:
         """Bytes of master copies and of AdamW's two moments."""
@@ -71,17 +58,11 @@ class ModelSizes:
         return coarse * self.coarse + 8 * (self.trained - self.coarse)
 
     def gradients(self, master: bool) -> int:
-        """Bytes of gradients, in the masters' precision."""
         return (4 if master else 2) * self.coarse + 4 * (self.trained - self.coarse)
 
     def layer(self, uses_fused_layers: bool, fused_norms: bool = True) -> int:
         """Bytes per token that one layer keeps for its backward pass. Fused layers keep the inputs of matrix products
-        and norms, each once.
-
-        Args:
-            fused_norms: norms keep their input; otherwise, as on a CPU, also the normalized input for the scale's
-                gradient.
-        """
+        and norms, each once."""
         e, q, k, f, item = self.hidden, self.queries, self.keys, self.inner, self.item
         adapters = 7 * 4 * self.rank
         if uses_fused_layers:
@@ -103,12 +84,10 @@ class ModelSizes:
 
 
 def uses_fused_layers(sizes: ModelSizes, config: LearnerConfig, cuda: bool) -> bool:
-    """Whether layers and head run in fused kernels."""
     return cuda and sizes.lean and config.attention in ("auto", "kernel", "causal")
 
 
 def logit_rows(memory: int, vocabulary: int, uses_fused_layers: bool) -> int:
-    """Terms whose logits are in memory at once on a GPU with this many bytes."""
     return max(1, memory // BYTES_PER_LOGIT // (1 if uses_fused_layers else UNFUSED_HEAD_FACTOR) // vocabulary)
 
 
@@ -124,14 +103,12 @@ class MemoryForecast:
     weights: int
     optimizer: int
     gradients: int
-    others: int
-    """Reference model, critic and teacher."""
+    others: int  # reference model, critic and teacher
     activations: int
     logits: int
     kv: int
     beside: int = 0
-    lent: bool = False
-    """The engine frees its KV cache while the learner works."""
+    lent: bool = False  # the engine frees its KV cache while the learner works
 
     @property
     def staying(self) -> int:
@@ -151,27 +128,19 @@ class MemoryForecast:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Chosen settings and their forecast."""
-
-    tokens: int
-    """Per micro-batch."""
+    tokens: int  # per micro-batch
     recompute: bool
-    kv_tokens: int
-    """Tokens of the engine's KV cache."""
+    kv_tokens: int  # tokens of the engine's KV cache
     forecast: MemoryForecast
-    limit: int
-    """Bytes that the run may use."""
-    summary: str = ""
-    """Forecast and plan in one line."""
-    warning: str = ""
-    """What to change if the plan does not fit."""
+    limit: int  # bytes that the run may use
+    summary: str = ""  # forecast and plan in one line
+    warning: str = ""  # what to change if the plan does not fit
 
     @property
     def fits(self) -> bool:
         return self.forecast.total <= self.limit
 
     def settings(self, config: LearnerConfig) -> LearnerConfig:
-        """The learner's settings with the plan's choices."""
         return config.model_copy(update={"micro_batch_tokens": self.tokens, "recompute": self.recompute})
 
 
@@ -182,39 +151,33 @@ class MemoryPlanner:
     sizes: ModelSizes
     config: LearnerConfig
     needs: ModelNeeds
-    context: int
-    """Tokens of the longest branch, which is never split."""
+    context: int  # tokens of the longest branch, which is never split
     limit: int
-    kv_token: int
-    """Bytes of a token in the engine's KV cache; 0 without a local engine."""
-    kv_wanted: int
-    """Tokens of the KV cache that the engine would like."""
-    kv_least: int
-    """With fewer tokens the engine loses more time than a slower learner does."""
-    kv_floor: int
-    """The engine cannot run with fewer tokens."""
-    logit_rows: int
-    """Maximum number of rows of logits in memory at once."""
+    kv_token: int  # bytes of a token in the engine's KV cache; 0 without a local engine
+    kv_wanted: int  # tokens of the KV cache that the engine would like
+    kv_least: int  # with fewer tokens the engine loses more time than a slower learner does
+    kv_floor: int  # the engine cannot run with fewer tokens
+    logit_rows: int  # maximum number of rows of logits in memory at once
     cuda: bool = True
-    truncates: bool = False
-    """Whether sampling truncates the vocabulary (top-k, top-p, min-p): then logits are sorted."""
-    lends: bool = False
-    """Whether the engine can free its memory while the learner works."""
+    truncates: bool = False  # whether sampling truncates the vocabulary (top-k, top-p, min-p): then logits are sorted
+    lends: bool = False  # whether the engine can free its memory while the learner works
 
     @property
     def uses_fused_layers(self) -> bool:
         return uses_fused_layers(self.sizes, self.config, self.cuda)
 
     def forecast(self, tokens: int, recompute: bool, kv_tokens: int, lent: bool = False) -> MemoryForecast:
-        """The forecast for these settings."""
         sizes, master, offload = self.sizes, self.config.master == "float32", self.config.offload
         models = 2 if self.needs.value and self.config.has_separate_critic else 1
         longest = max(tokens, self.context)
         optimizer = models * sizes.optimizer(master)
         activations = models * sizes.activations(longest, recompute, self.uses_fused_layers, self.cuda)
-        logits = min(longest, self.logit_rows) * sizes.vocabulary * self._logit()
+        # the fused head holds a logit and its gradient; the unfused head has float32 copies
+        logit = (2 * sizes.item if self.uses_fused_layers else sizes.item + 16) + (28 if self.truncates else 0)
+        logits = min(longest, self.logit_rows) * sizes.vocabulary * logit
         gradients = models * sizes.gradients(master)
-        ranks, others = self.config.ranks, self._others(models)
+        copied = self.needs.reference and not sizes.rank and offload != "all"
+        ranks, others = self.config.ranks, sizes.weights * (int(copied) + models - 1)
         if self.config.sharded:  # the learner's shard, in addition to the engine's whole weights
             optimizer, gradients, others = optimizer // ranks, gradients // ranks, others // ranks
             masters = 4 * sizes.coarse if master and self.config.strategy == "fsdp2" else 0
@@ -243,15 +206,6 @@ class MemoryPlanner:
             lent=lent,
         )
 
-    def _others(self, models: int) -> int:
-        copied = self.needs.reference and not self.sizes.rank
-        return self.sizes.weights * (int(copied and self.config.offload != "all") + models - 1)
-
-    def _logit(self) -> int:
-        """Bytes per logit: the fused head holds it and its gradient; the unfused head has float32 copies."""
-        plain = 2 * self.sizes.item if self.uses_fused_layers else self.sizes.item + 16
-        return plain + (28 if self.truncates else 0)
-
     def plan(self) -> MemoryPlan:
         """The first settings that fit with `kv_least` tokens in the KV cache; otherwise the smallest, with the rest for
         the cache. Freeing the cache during updates costs a fraction of a second per step, less than gradient
@@ -266,7 +220,6 @@ class MemoryPlanner:
         return self._with(tokens, recompute, self.kv_floor, lending[-1])
 
     def _with(self, tokens: int, recompute: bool, least: int, lent: bool) -> MemoryPlan:
-        """The plan with as many tokens in the KV cache as fit."""
         alone = self.forecast(tokens, recompute, 0, lent)
         room = (self.limit - (alone.staying if lent else alone.total)) // max(self.kv_token, 1)
         kv = min(self.kv_wanted, max(room, least))

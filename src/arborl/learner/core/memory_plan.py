@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 
 import torch
 from transformers import PreTrainedModel
@@ -59,7 +60,9 @@ def plan_memory(model: PreTrainedModel, config: RunConfig, needs: ModelNeeds) ->
     """The memory plan of a run. On a CPU the configured sizes are used: its memory is shared with other processes."""
     context, engine, learner = config.sampling.max_context, config.engine, config.learner
     sizes, cuda = learner_sizes(model_sizes(model), learner.sharded), model.device.type == "cuda"
-    kv_token, drawn = _kv_token(model) if engine.name == "local" else 0, config.sampling
+    kv_token, drawn = 0, config.sampling
+    with suppress(ValueError):  # the engine reports the reason when it starts
+        kv_token = token_bytes(model) if engine.name == "local" else 0
     wanted = engine.kv_tokens or (default_kv_tokens(model, context) if kv_token else 0)
     if cuda:
         free, total = torch.cuda.mem_get_info(model.device)
@@ -88,15 +91,7 @@ def plan_memory(model: PreTrainedModel, config: RunConfig, needs: ModelNeeds) ->
     return dataclasses.replace(plan, summary=describe_plan(plan, sizes, total), warning=warning)
 
 
-def _kv_token(model: PreTrainedModel) -> int:
-    try:
-        return token_bytes(model)
-    except ValueError:  # the engine reports the reason when it starts
-        return 0
-
-
 def describe_plan(plan: MemoryPlan, sizes: ModelSizes, total: int) -> str:
-    """Forecast and plan in one line."""
     parts = plan.forecast
     how = f"at {plan.tokens:,} tokens{' with recompute' if plan.recompute else ''}"
     named = {
@@ -114,7 +109,6 @@ def describe_plan(plan: MemoryPlan, sizes: ModelSizes, total: int) -> str:
 
 
 def plan_warning(plan: MemoryPlan, config: RunConfig) -> str:
-    """The warning for a plan that does not fit, with a setting that takes less memory."""
     further = {"none": "learner.offload=optimizer", "optimizer": "learner.offload=all", "all": "model.lora.rank=16"}
     better = further[config.learner.offload] if not config.model.lora.rank else "model.quantize=4bit"
     wanted, limit = plan.forecast.total / GIB, plan.limit / GIB

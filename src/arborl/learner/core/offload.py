@@ -1,11 +1,10 @@
 """Host memory: offloaded optimizer state and reference model, and copies of the state for checkpoints.
 
-With offload, masters and moments are copied to the device in chunks, updated there by the same AdamW, and copied back.
-The result equals that of a run without offload to the last bit, at the cost of two transfers over the bus.
+With offload, masters and moments are copied to the device in chunks, updated there by the same AdamW, and copied back:
+the result equals that of a run without offload to the last bit, at the cost of two transfers over the bus.
 
 A copy for a checkpoint is taken at one moment; training continues while it is written. Its memory is allocated once and
-reused, because faulting in new pages takes longer than the copy. For a GPU it is pinned, and copies run on their own
-stream beside the computation.
+reused (faulting in new pages takes longer than the copy); for a GPU it is pinned, and copies run on their own stream.
 """
 
 from __future__ import annotations
@@ -27,35 +26,28 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from arborl.learner.core.memory_forecast import OFFLOAD_CHUNK
+from arborl.learner.core.packing import chunks
 
 log = logging.getLogger(__name__)
 
-STEP_COUNT = "step"
-"""The entry of AdamW's state that is not a moment."""
+STEP_COUNT = "step"  # the entry of AdamW's state that is not a moment
 
 Pairs = Sequence[tuple[nn.Parameter, nn.Parameter]]
 """Parameters with their masters: a float32 copy, or the parameter itself."""
 
 
 class OffloadedOptimizerState:
-    """Keeps master weights and moments in host memory.
-
-    Args:
-        device: where steps are computed.
-        gradients: whether the masters' gradients are also kept in host memory.
-    """
+    """Keeps master weights and moments in host memory."""
 
     def __init__(self, device: torch.device, gradients: bool):
         self.device, self.gradients = device, gradients
-        self.masters: dict[nn.Parameter, Tensor] = {}
-        """The numbers of masters that are copies."""
+        self.masters: dict[nn.Parameter, Tensor] = {}  # the numbers of masters that are copies
         self.placeholders: dict[nn.Parameter, Tensor] = {}
         """The data of these masters between steps. If their gradients are on the device, so must they be: then it is a
         tensor that takes no memory."""
         self.moments: dict[nn.Parameter, dict[str, Tensor]] = {}
 
-    def master_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """A float32 copy of a parameter."""
+    def master_of(self, parameter: Tensor) -> nn.Parameter:
         kept = self._keep(parameter.detach().float())
         placeholder = kept if self.gradients else torch.empty(1, device=self.device).expand(parameter.shape)
         master = nn.Parameter(placeholder)
@@ -63,7 +55,6 @@ class OffloadedOptimizerState:
         return master
 
     def value(self, master: nn.Parameter) -> Tensor:
-        """The numbers of a master."""
         return self.masters.get(master, master.detach())
 
     @torch.no_grad()
@@ -72,7 +63,7 @@ class OffloadedOptimizerState:
         gradients = {master: master.grad for _, master in pairs}
         for _, master in pairs:
             master.grad = None  # AdamW skips parameters without a gradient
-        for some in _chunks([pair for pair in pairs if gradients[pair[1]] is not None]):
+        for some in chunks([pair for pair in pairs if gradients[pair[1]] is not None], _fits):
             for _, master in some:
                 self._load(adam, master, gradients.pop(master))
             adam.step()
@@ -115,29 +106,17 @@ class OffloadedOptimizerState:
         return place.copy_(value, non_blocking=True)
 
 
-def _chunks(pairs: Pairs) -> Iterator[Pairs]:
-    """Groups of pairs with at most `OFFLOAD_CHUNK` numbers, or one larger pair."""
-    some: list[tuple[nn.Parameter, nn.Parameter]] = []
-    for pair in pairs:
-        if some and sum(master.numel() for _, master in some) + pair[1].numel() > OFFLOAD_CHUNK:
-            yield some
-            some = []
-        some.append(pair)
-    if some:
-        yield some
+def _fits(some: Pairs, pair: tuple[nn.Parameter, nn.Parameter]) -> bool:
+    return sum(master.numel() for _, master in some) + pair[1].numel() <= OFFLOAD_CHUNK
 
 
 class OffloadedModel:
-    """A frozen model whose weights are in host memory, and on the device while it is used.
-
-    The device memory of their storages is released and allocated again under the same tensors, so that references to
-    parameters, fused weights and compiled code remain valid.
-    """
+    """A frozen model whose weights are in host memory, and on the device while it is used. Storages are released and
+    allocated again under the same tensors, so that references to parameters and compiled code remain valid."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
-        self.kept: dict[int, Tensor] = {}
-        """The bytes of each storage."""
+        self.kept: dict[int, Tensor] = {}  # the bytes of each storage
         self._offload()
 
     @contextmanager
@@ -169,16 +148,10 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload,no-any-return]
 
 
-# -------------------------------------------------------------------------------- copies for checkpoints
-
-
-SLAB_BYTES = 2**30
-"""Bytes per allocation; a larger tensor gets its own."""
+SLAB_BYTES = 2**30  # bytes per allocation; a larger tensor gets its own
 ALIGNMENT = 512
-MIN_PINNED_BYTES = 2**20
-"""Smaller tensors are pinned by torch, which shares pages between tensors."""
-MAX_MEMORY_SHARE = 0.9
-"""Share of the host's free memory that copies may take."""
+MIN_PINNED_BYTES = 2**20  # smaller tensors are pinned by torch, which shares pages between tensors
+MAX_MEMORY_SHARE = 0.9  # share of the host's free memory that copies may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,13 +161,10 @@ class HostCopy:
     tree: Any
     live: bool = False
     """Host memory was too small: these are the original tensors, and they must not change while they are read."""
-    event: Any = None
-    """On a GPU, the event after the last copy."""
-    sources: list[Tensor] = field(default_factory=list)
-    """The tensors being copied, kept alive until then."""
+    event: Any = None  # on a GPU, the event after the last copy
+    sources: list[Tensor] = field(default_factory=list)  # the tensors being copied, kept alive until then
 
     def wait(self) -> None:
-        """Wait until everything is copied."""
         if self.event is not None:
             self.event.synchronize()
         self.sources.clear()
@@ -206,8 +176,6 @@ class HostCopy:
 
 
 class HostCopier:
-    """Takes copies; each reuses the memory of the one before, so one copy is valid at a time."""
-
     def __init__(self, device: torch.device):
         self.device = device
         self.sizes: tuple[int, ...] = ()
@@ -217,7 +185,6 @@ class HostCopier:
 
     @staticmethod
     def tensor_sizes(tree: Any) -> tuple[int, ...]:
-        """Bytes of each distinct tensor."""
         return tuple(tensor.nbytes for tensor in _unique_tensors(tree).values())
 
     def reserve(self, sizes: tuple[int, ...]) -> bool:
@@ -331,7 +298,6 @@ def _part(slab: Tensor, start: int, like: Tensor) -> Tensor:
 
 
 def host_tensor(like: Tensor, pinned: bool) -> Tensor:
-    """Host memory for a tensor of this shape and dtype."""
     if not pinned or like.nbytes < MIN_PINNED_BYTES:
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=pinned)
     return _pinned(like.nbytes).view(like.dtype).view(like.shape)

@@ -25,11 +25,8 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class MasterWeights:
-    """Each parameter, or its float32 copy if it has lower precision; of a sharded parameter, this rank's shard.
-
-    The gradient of a low-precision parameter moves to its master as soon as the backward pass has computed it, so both
-    never exist at once.
-    """
+    """Each parameter, or its float32 copy if it has lower precision; of a sharded parameter, this rank's shard. A
+    low-precision gradient moves to its master as soon as it is computed, so both never exist at once."""
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], keep_masters: bool, offloaded: OffloadedOptimizerState | None = None
@@ -41,20 +38,14 @@ class MasterWeights:
             if not (keep_masters and parameter.dtype in LOW_PRECISION):
                 self.masters.append(parameter if here is parameter else nn.Parameter(here.detach()))
                 continue
-            master = (
-                offloaded.master_of(nn.Parameter(here, requires_grad=False))
-                if offloaded is not None
-                else nn.Parameter(here.detach().float())
-            )
+            master = nn.Parameter(here.detach().float()) if offloaded is None else offloaded.master_of(here)
             self.masters.append(master)
             parameter.register_post_accumulate_grad_hook(_move_to(master))
 
     def copy_to_model(self) -> None:
-        """Round the master weights into the model."""
-        coarse = [(local_shard(p), m) for p, m in self.copied]
-        if coarse:
+        if copied := self.copied:
             with torch.no_grad():
-                torch._foreach_copy_([p for p, _ in coarse], [m for _, m in coarse])
+                torch._foreach_copy_([local_shard(p) for p, _ in copied], [m for _, m in copied])
 
     def collect(self) -> None:
         """After the last backward pass: take this rank's shard of the gradients of sharded parameters."""
@@ -67,21 +58,17 @@ class MasterWeights:
             parameter.grad = None
 
     def copies(self) -> list[Tensor]:
-        """The masters that are copies, in order, for a checkpoint."""
         return [self.value(m) for _, m in self.copied]
 
     @property
     def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Each parameter with its master."""
         return list(zip(self.parameters, self.masters, strict=True))
 
     @property
     def copied(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """The pairs whose master is a copy."""
         return [(p, m) for p, m in self.pairs if m.dtype != p.dtype]
 
     def value(self, master: nn.Parameter) -> Tensor:
-        """The numbers of a master, on the device or offloaded."""
         return master.detach() if self.offloaded is None else self.offloaded.value(master)
 
     def restore(self, saved: Sequence[Tensor]) -> None:
@@ -89,6 +76,12 @@ class MasterWeights:
         with torch.no_grad():
             for (_, master), value in zip(self.copied, saved or [local_shard(p) for p, _ in self.copied], strict=True):
                 self.value(master).copy_(value)
+
+
+def step_metrics(norms: dict[str, Tensor], finite: bool) -> Metrics:
+    metrics = {"learner/skipped": 0.0} if finite else {"learner/skipped": 1.0, "learner/skipped/gradient": 1.0}
+    names = {"policy": "learner/grad_norm", "critic": "learner/critic_grad_norm"}
+    return metrics | {names[part]: float(norm) for part, norm in norms.items()}
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -121,11 +114,7 @@ def parameter_groups(
 
 
 class Optimizer:
-    """AdamW over the policy, and over the critic with its own learning rate; gradients of both are clipped separately.
-
-    Args:
-        shard_group: the ranks among which parameters are sharded.
-    """
+    """AdamW over the policy, and over the critic with its own learning rate; each is clipped by its own norm."""
 
     def __init__(
         self,
@@ -158,24 +147,18 @@ class Optimizer:
             part.collect()
 
     def present_gradients(self) -> list[Tensor]:
-        """The gradients that exist."""
         return [p.grad for part in self.parts.values() for p in part.masters if p.grad is not None]
 
     def gradients(self) -> list[Tensor]:
         """The gradients of all trained parameters, zeros for those that a batch did not reach."""
-        gradients = []
-        for part in self.parts.values():
-            for parameter in part.masters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                gradients.append(parameter.grad)
-        return gradients
+        for parameter in (master for part in self.parts.values() for master in part.masters):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return self.present_gradients()
 
     def step(self, scale: float, only: str | None = None) -> Metrics:
         """One step with `scale` times the learning rates, skipped if a gradient is not finite; `only` steps one part.
-
-        The reported norms are those before clipping.
-        """
+        The reported norms are those before clipping."""
         norms = {name: self._clip(part) for name, part in self.parts.items() if part.masters and only in (None, name)}
         finite = all(bool(torch.isfinite(norm)) for norm in norms.values())
         if finite:
@@ -186,12 +169,7 @@ class Optimizer:
                     if name != only:
                         part.zero_grad()  # AdamW skips parameters without a gradient
             self._step()
-        metrics = {"learner/skipped": 0.0} if finite else {"learner/skipped": 1.0, "learner/skipped/gradient": 1.0}
-        if "policy" in norms:
-            metrics["learner/grad_norm"] = float(norms["policy"])
-        if "critic" in norms:
-            metrics["learner/critic_grad_norm"] = float(norms["critic"])
-        return metrics
+        return step_metrics(norms, finite)
 
     def _clip(self, part: MasterWeights) -> Tensor:
         """Clip the gradients of one part by their global norm over all shards; returns the norm."""
@@ -231,7 +209,6 @@ class Optimizer:
             part.restore(state["masters"][name])
 
     def load_moments(self, moments: dict[int, dict[str, Tensor]]) -> None:
-        """Set AdamW's state, by parameter number."""
         if self.offloaded is not None:
             self.offloaded.restore(self.adam, moments)
         else:
@@ -239,23 +216,15 @@ class Optimizer:
             self.adam.load_state_dict({"state": moments, "param_groups": groups})
 
 
-# ------------------------------------------------------------------------------------------------ loss scaling
-
-
 INITIAL_SCALE, MAX_SCALE = 2.0**16, 2.0**24
 SHRINK_FACTOR, GROWTH_FACTOR = 4.0, 2.0
-GROWTH_INTERVAL = 1000
-"""Passes without overflow after which the scale doubles."""
+GROWTH_INTERVAL = 1000  # passes without overflow after which the scale doubles
 
 
 class LossScale:
-    """The factor of the loss: 1 for every precision but float16.
-
-    The smallest positive float16 is 6e-8, and a token's share of a gradient is often smaller. So the loss is multiplied
-    before the backward pass, and the float32 gradients are divided. After an overflow the pass is repeated with a
-    smaller
-    factor: no step is lost, and no step depends on the one before.
-    """
+    """The factor of the loss: 1 for every precision but float16, whose smallest positive number is 6e-8, often more
+    than a token's share of a gradient. After an overflow the pass is repeated with a smaller factor: no step is
+    lost."""
 
     def __init__(self, dtype: torch.dtype):
         self.needed = dtype == torch.float16
@@ -264,9 +233,7 @@ class LossScale:
 
     def unscale(self, gradients: list[Tensor], ranks: RankGroup = SINGLE_RANK) -> bool:
         """Divide the gradients. Returns False if they overflowed and must be computed again with the reduced factor.
-
-        Gradients that are not finite at factor 1 are left as they are, and the factor is restored.
-        """
+        Gradients that are not finite at factor 1 stay as they are, and the factor is restored."""
         if not self.needed:
             return True
         own_finite = bool(torch.stack(torch._foreach_norm(gradients)).isfinite().all()) if gradients else True
@@ -293,9 +260,6 @@ class LossScale:
         self.good_passes = int(state["good"])
 
 
-# -------------------------------------------------------------------------------- learning-rate schedule
-
-
 @dataclass(frozen=True, slots=True)
 class InitialUpdates:
     """Updates at the start of a run with their own constant learning rate."""
@@ -308,28 +272,12 @@ NO_INITIAL_UPDATES = InitialUpdates()
 
 
 def warmup_steps(config: LearnerConfig, total: int) -> int:
-    """Optimizer steps of the warm-up.
-
-    >>> warmup_steps(LearnerConfig(warmup_ratio=0.1), 25)
-    3
-    """
-    return math.ceil(total * config.warmup_ratio) if config.warmup_ratio else config.warmup_steps
+    return math.ceil(total * config.warmup) if config.warmup < 1 else int(config.warmup)
 
 
 def lr_factor(config: LearnerConfig, step: int, total: int, floor: float = 0.0) -> float:
-    """The factor of the learning rates at a step: linear warm-up, then constant, linear or cosine decay.
-
-    The schedules are those of transformers' `get_scheduler` with the same name; with `min_lr`, `cosine` is its
-    `cosine_with_min_lr` and `linear` its `polynomial` of power 1.
-
-    Args:
-        step: optimizer steps before this one.
-        total: optimizer steps of the run; 0 if unknown, then nothing decays.
-        floor: the factor at the end.
-
-    >>> [lr_factor(LearnerConfig(warmup_steps=2, decay="linear"), step, 6) for step in range(7)]
-    [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
-    """
+    """The factor of the learning rates after `step` of `total` optimizer steps (0: unknown, no decay): transformers'
+    `get_scheduler` of the same name; with `floor`, `cosine_with_min_lr`, or `polynomial` of power 1."""
     rising = warmup_steps(config, total)
     if step < rising:
         return step / rising
@@ -341,5 +289,4 @@ def lr_factor(config: LearnerConfig, step: int, total: int, floor: float = 0.0) 
 
 
 def default_lr(parameters: int) -> float:
-    """The default learning rate of a policy with this many parameters."""
     return 6e-4 if parameters < 10_000_000 else 1e-5 if parameters < 500_000_000 else 1e-6

@@ -2,19 +2,15 @@
 
 Two trees laid end to end are again a tree (see `TokenTree`), so a micro-batch is one longer tree. A tree that is larger
 than the budget is split where branches begin: in depth-first order a segment is a run of tokens, and besides each other
-these tokens see only the ancestors of the first, which are repeated before the run.
-
-Trees of one micro-batch with a common prefix (the same system message and tools) can be merged into one tree, whose
-stem runs once.
-
-Example (budget 4; the tree of [1 2 | 3 4] and [1 2 | 5]):
-    tokens 1 2 3 4 5   ->   1 2 3 4   and   1 2 5, which predicts only what follows token 5
+these tokens see only the ancestors of the first, which are repeated before the run. With budget 4, the tree 1 2 3 4 5
+of [1 2 | 3 4] and [1 2 | 5] becomes 1 2 3 4 and 1 2 5. Trees with a common prefix can be merged, so that it runs once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,10 +18,24 @@ from torch import Tensor
 
 from arborl.types import Ints, Terms, TokenTree
 
-MIN_UNIQUE_SHARE = 0.9
-"""Above this share of unique tokens, one plain row per branch is considered instead of a tree."""
-MIN_SHARED_PREFIX = 16
-"""Trees with fewer equal first tokens are not merged."""
+MIN_UNIQUE_SHARE = 0.9  # above this share of unique tokens, one plain row per branch is considered instead of a tree
+MIN_SHARED_PREFIX = 16  # trees with fewer equal first tokens are not merged
+
+
+T = TypeVar("T")
+Trees = Sequence[TokenTree]
+
+
+def chunks(items: Iterable[T], fits: Callable[[list[T], T], bool]) -> Iterator[list[T]]:
+    """Runs of items; one ends where the next item does not fit."""
+    some: list[T] = []
+    for item in items:
+        if some and not fits(some, item):
+            yield some
+            some = []
+        some.append(item)
+    if some:
+        yield some
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +45,15 @@ class MicroBatch:
     tokens: Ints
     depth: Ints
     end: Ints
-    lengths: tuple[int, ...]
-    """Length of each tree; attention never crosses from one tree to the next."""
-    terms: Terms
-    """`position` counts from the start of the micro-batch."""
-    rows: Ints
-    """Their rows in the terms of the whole batch."""
+    lengths: tuple[int, ...]  # length of each tree; attention never crosses from one tree to the next
+    terms: Terms  # `position` counts from the start of the micro-batch
+    rows: Ints  # their rows in the terms of the whole batch
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def is_unbranched(self) -> bool:
-        """Whether no tree has branches."""
         stops = np.repeat(np.cumsum(self.lengths), self.lengths)
         return bool((self.end == stops).all())
 
@@ -56,13 +62,10 @@ class MicroBatch:
 class TreeSegment:
     """A run of a tree's tokens in depth-first order, after the ancestors of its first token."""
 
-    number: int
-    """Number of the tree."""
-    places: Ints
-    """Positions of its tokens in the tree: ancestors, then the run."""
+    number: int  # number of the tree
+    places: Ints  # positions of its tokens in the tree: ancestors, then the run
     tree: TokenTree
-    rows: Ints
-    """Terms whose predicting token is in the run."""
+    rows: Ints  # terms whose predicting token is in the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,25 +73,15 @@ class ForwardCosts:
     """Costs of a forward pass, in multiplications per layer."""
 
     token: float
-    pair: float
-    """Of one token attending to another."""
+    pair: float  # of one token attending to another
 
 
 def split(
-    trees: Sequence[TokenTree],
-    terms: Terms,
-    budget: int,
-    as_rows: Callable[[TokenTree], bool] | None = None,
-    merge: bool = False,
+    trees: Trees, terms: Terms, budget: int, as_rows: Callable[[TokenTree], bool] | None = None, merge: bool = False
 ) -> list[MicroBatch]:
-    """Micro-batches of at most `budget` tokens; a longer single branch gets its own.
-
-    First-fit decreasing: the result depends only on sizes.
-
-    Args:
-        as_rows: trees for which it returns True are packed as plain rows, one per branch.
-        merge: trees with a common prefix become one tree.
-    """
+    """Micro-batches of at most `budget` tokens by first-fit decreasing; a longer single branch gets its own. Trees for
+    which `as_rows` returns True are packed as plain rows, one per branch; with `merge`, trees with a common prefix
+    become one."""
     if not len(terms):
         return []
     segments: list[TreeSegment] = []
@@ -119,11 +112,8 @@ def branch_starts(tree: TokenTree) -> Ints:
 
 
 def segment_starts(tree: TokenTree, budget: int) -> Ints:
-    """Where to split so that every segment fits with the fewest repeated tokens.
-
-    A split before token a repeats `depth[a]` tokens. A split inside a branch makes no segment smaller, because the last
-    token needs the whole branch. So this is a shortest path over the starts of branches, computed from the end.
-    """
+    """Where to split so that every segment fits with the fewest repeated tokens. A split before token a repeats
+    `depth[a]` tokens, and one inside a branch makes no segment smaller: a shortest path over the starts of branches."""
     starts = branch_starts(tree)
     if len(tree) <= budget or len(starts) < 2:
         return starts[:1]
@@ -175,23 +165,18 @@ def rows_are_cheaper(tree: TokenTree, costs: ForwardCosts) -> bool:
 
 
 def padding_micro_batch() -> MicroBatch:
-    """A micro-batch without terms, run by a rank while others have more micro-batches."""
     a, n = np.zeros(1), np.zeros(1, dtype=np.int64)
     terms = Terms(n, n, n, a, a, a, n, n, n, n, a, a, a, a, a, a)
     return MicroBatch(n, n, n + 1, (1,), terms, np.zeros(0, dtype=np.int64))
 
 
 def has_split_tree(batches: Sequence[MicroBatch]) -> bool:
-    """Whether a tree is split over several micro-batches."""
     numbers = [number for batch in batches if len(batch.rows) for number in set(batch.terms.tree.tolist())]
     return len(numbers) != len(set(numbers))
 
 
-def token_positions(trees: Sequence[TokenTree], terms: Terms) -> Ints:
-    """The position of each term's own token in its tree, not of the token that predicts it.
-
-    The children of the predicting token all have different tokens.
-    """
+def token_positions(trees: Trees, terms: Terms) -> Ints:
+    """The position of each term's own token in its tree: the child of the predicting token with that token."""
     found = []
     for number, position, token in zip(terms.tree, terms.position, terms.token, strict=True):
         tree = trees[number]
@@ -210,8 +195,7 @@ def prune_tree(tree: TokenTree, position: Ints) -> tuple[TokenTree, Ints]:
     return part, np.searchsorted(places, position)
 
 
-def pack(trees: Sequence[TokenTree], numbers: Sequence[int], terms: Terms) -> MicroBatch:
-    """Lay whole trees end to end. `numbers` are their indices in `terms.tree`."""
+def pack(trees: Trees, numbers: Sequence[int], terms: Terms) -> MicroBatch:
     return _assemble(
         [
             TreeSegment(number, np.arange(len(tree)), tree, np.flatnonzero(terms.tree == number))
@@ -246,7 +230,6 @@ def _assemble(segments: Sequence[TreeSegment], terms: Terms, merge: bool = False
 
 
 def _stem(tree: TokenTree) -> int:
-    """Number of tokens before the first branching."""
     over = np.flatnonzero(tree.end < len(tree))
     return int(over[0]) if len(over) else len(tree)
 
@@ -263,10 +246,8 @@ def _group_by_prefix(segments: Sequence[TreeSegment]) -> list[list[TreeSegment]]
 
 
 def merge_segments(segments: Sequence[TreeSegment]) -> tuple[TokenTree, list[tuple[TreeSegment, Ints]]]:
-    """One tree from segments with a common prefix; and for each segment, the positions of its tokens in that tree.
-
-    Longer shared prefixes come first, so that each stem token is followed by its own subtree.
-    """
+    """One tree from segments with a common prefix, and the positions of each segment's tokens in it. Longer shared
+    prefixes come first, so that each stem token is followed by its own subtree."""
     first, shares = segments[0].tree, []
     for segment in segments[1:]:
         most = min(_stem(first), _stem(segment.tree))
@@ -286,8 +267,7 @@ def merge_segments(segments: Sequence[TreeSegment]) -> tuple[TokenTree, list[tup
     return TokenTree(np.concatenate(tokens), np.concatenate(depth), np.concatenate(end)), positions
 
 
-ALIGNMENT = 16
-"""Bytes: kernels copy tensors that do not start at a multiple."""
+ALIGNMENT = 16  # bytes: kernels copy tensors that do not start at a multiple
 
 
 def upload(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:

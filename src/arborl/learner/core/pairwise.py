@@ -17,22 +17,19 @@ from torch.nn.functional import logsigmoid
 from arborl.config.training_config import LearnerConfig
 from arborl.errors import RunStopped
 from arborl.learner.core.optimizer import Optimizer, default_lr, lr_factor
+from arborl.learner.core.packing import chunks
 from arborl.models.output_heads import SequenceScorer
 from arborl.seeds import generator
 
 EpochMetrics = dict[str, float]
-UNINFORMED_LOSS = math.log(2)
-"""The loss of a model that scores everything alike."""
+UNINFORMED_LOSS = math.log(2)  # the loss of a model that scores everything alike
 
 
 @dataclass(frozen=True, slots=True)
 class TextPair:
-    """A preferred and a rejected text, as token ids."""
-
     better: Sequence[int]
     worse: Sequence[int]
-    weight: float = 1.0
-    """Relative to other pairs."""
+    weight: float = 1.0  # relative to other pairs
 
     @property
     def longest(self) -> int:
@@ -40,13 +37,7 @@ class TextPair:
 
 
 class PairLearner:
-    """Optimizer steps on pairs. The loss of a step is the mean over its pairs, independent of micro-batches.
-
-    Args:
-        scorer: its weights are updated in place; dropout is off.
-        config: learning rate, clipping, micro-batches.
-        total_steps: for the learning-rate schedule.
-    """
+    """Optimizer steps on pairs. The loss of a step is the mean over its pairs, independent of micro-batches."""
 
     def __init__(self, scorer: SequenceScorer, config: LearnerConfig, total_steps: int):
         self.scorer, self.config, self.total_steps, self.done = scorer, config, total_steps, 0
@@ -69,7 +60,6 @@ class PairLearner:
 
     @torch.no_grad()
     def measure(self, pairs: Sequence[TextPair]) -> tuple[float, float]:
-        """The loss, and the share of pairs whose preferred text scores higher; equal scores count half."""
         loss = right = 0.0
         for some in micro_batches(pairs, self.budget):
             losses, margins = self.losses(some)
@@ -96,14 +86,8 @@ class PairLearner:
 
 def micro_batches(pairs: Sequence[TextPair], tokens: int) -> Iterator[list[TextPair]]:
     """Pairs of similar length together, with at most `tokens` tokens after padding, or one pair."""
-    some: list[TextPair] = []
-    for pair in sorted(pairs, key=lambda pair: pair.longest):
-        if some and 2 * (len(some) + 1) * pair.longest > tokens:
-            yield some
-            some = []
-        some.append(pair)
-    if some:
-        yield some
+    by_length = sorted(pairs, key=lambda pair: pair.longest)
+    return chunks(by_length, lambda some, pair: 2 * (len(some) + 1) * pair.longest <= tokens)
 
 
 def fit(
@@ -116,15 +100,9 @@ def fit(
     before_step: Callable[[int, int], None],
     after_epoch: Callable[[EpochMetrics], None],
 ) -> EpochMetrics:
-    """Train, and keep the weights of the epoch with the lowest loss on held-out pairs; without such pairs, the last.
-    Returns the metrics of that epoch.
-
-    Args:
-        epochs: passes over the pairs, each in its own order.
-        batch: pairs per step.
-        before_step: called with the epoch and the number of pairs seen in it; an exception ends the training.
-        after_epoch: called with `epoch`, `train_loss`, and on held-out pairs `loss` and `accuracy`.
-    """
+    """Train, and keep the weights of the epoch with the lowest loss on held-out pairs (without such pairs, the last);
+    returns its metrics: `epoch`, `train_loss`, and on held-out pairs `loss` and `accuracy`, which `after_epoch` gets
+    too. `before_step` gets the epoch and the pairs seen in it; an exception ends the training."""
     parameters = list(learner.scorer.model.parameters())
     best: EpochMetrics = {}
     kept: list[Tensor] = []

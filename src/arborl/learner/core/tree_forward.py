@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import repeat
@@ -30,6 +30,7 @@ from arborl.learner.core.memory_forecast import logit_rows
 from arborl.learner.core.packing import (
     ForwardCosts,
     MicroBatch,
+    Trees,
     padding_micro_batch,
     prune_tree,
     rows_are_cheaper,
@@ -45,8 +46,7 @@ from arborl.types import Floats, Sampling, Terms, TokenTree
 
 log = logging.getLogger(__name__)
 
-MAX_CPU_LOGITS = 2**26
-"""Logits in memory at once on a CPU: 256 MiB in float32."""
+MAX_CPU_LOGITS = 2**26  # logits in memory at once on a CPU: 256 MiB in float32
 MAX_CPU_ROWS = 4096
 
 
@@ -58,14 +58,8 @@ def compute_outputs(
     critic: Critic | None = None,
     entropy: bool = False,
 ) -> ModelOutputs:
-    """Log-probabilities under the distribution that was sampled from.
-
-    Args:
-        sampling: sampling parameters of terms that carry none of their own.
-        path: chosen by `PathSelector`.
-        critic: estimates a value at each predicting position.
-        entropy: whether the entropy carries a gradient.
-    """
+    """Log-probabilities under the distribution that was sampled from; `sampling` is for terms that carry none of their
+    own. The entropy has a gradient if `entropy`."""
     hidden_ME = hidden_states(model, batch, path)
     head = _fused_head if path.fused else _unfused_head
     logprobs, entropies = [], []
@@ -80,7 +74,6 @@ def compute_outputs(
 
 
 def log_distributions(model: PreTrainedModel, batch: MicroBatch, sampling: Sampling, path: ExecutionPath) -> Tensor:
-    """The whole log-distribution of each term, `[M, V]`; it can be differentiated twice."""
     return torch.cat(
         [
             sampling_logprobs(head_logits(model.get_output_embeddings(), logit_cap(model), part_ME), shape, token_M)
@@ -95,7 +88,6 @@ def _shape(sampling: Sampling, device: torch.device) -> DistributionParams:
 
 
 def max_logit_rows(device: torch.device, vocabulary: int, fused: bool) -> int:
-    """Terms whose logits are in memory at once."""
     if device.type == "cuda":
         return logit_rows(torch.cuda.get_device_properties(device).total_memory, vocabulary, fused)
     return max(1, min(MAX_CPU_ROWS, MAX_CPU_LOGITS // vocabulary))
@@ -135,28 +127,17 @@ def _fused_head(
     return fused_head(head, hidden_ME, token_M, shape, entropy)
 
 
-# ------------------------------------------------------------------------------------------------ critic
-
-
 def check_critic(config: LearnerConfig, needed: bool) -> None:
-    """Raise ConfigError if `learner.critic` contradicts the algorithm."""
     if needed and config.critic == "none":
         raise ConfigError("learner.critic=none: the advantage needs values. Write learner.critic=shared or separate.")
-    if not needed and (config.critic in ("shared", "separate") or config.critic_from is not None):
+    if not needed and (config.critic in ("shared", "detached", "separate") or config.critic_from is not None):
         raise ConfigError("learner.critic: the advantage uses no values. Write learner.critic=auto.")
 
 
 class Critic(nn.Module):
-    """Predicts a value at each predicting position: a head on the policy's hidden states, or a separate model.
-
-    Its initial value is 0 everywhere, unless it starts from a reward model.
-
-    Args:
-        model: the policy.
-        separate: copy the policy into a model of the critic's own; otherwise read the policy's hidden states.
-        detach: with shared hidden states, do not propagate the value loss into the policy.
-        origin: initial weights of a separate model, instead of the policy's.
-    """
+    """Predicts a value at each predicting position: a head on the policy's hidden states (`detach`: without gradient
+    into the policy), or a separate model, initially the policy's or `origin`'s. The initial value is 0, unless it
+    starts from a reward model."""
 
     def __init__(self, model: PreTrainedModel, separate: bool, detach: bool = False, origin: CriticInit | None = None):
         super().__init__()
@@ -184,13 +165,9 @@ class Critic(nn.Module):
         return {name: p for name, p in self.named_parameters() if p.requires_grad and id(p) in used}
 
     def load(self, saved: dict[str, Tensor]) -> None:
-        """Set the values of `trained_parameters`."""
         with torch.no_grad():
             for name, parameter in self.trained_parameters().items():
                 parameter.copy_(saved[name])
-
-
-# ------------------------------------------------------------------------------------------------ modules
 
 
 class PolicyWithCritic(nn.Module):
@@ -212,30 +189,25 @@ class PolicyWithCritic(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class PlacedModel:
-    """A model as a strategy has distributed it."""
-
     model: PreTrainedModel
-    call: Callable[..., Any]
-    """A `PolicyWithCritic`, or an engine around one."""
+    call: Callable[..., Any]  # a `PolicyWithCritic`, or an engine around one
 
     @classmethod
     def local(cls, model: PreTrainedModel) -> PlacedModel:
-        """A whole model in this process."""
         return cls(model, PolicyWithCritic(model))
 
     def __call__(
         self, batch: MicroBatch, sampling: Sampling, path: ExecutionPath, value: bool = False, entropy: bool = False
     ) -> ModelOutputs:
-        """See `compute_outputs`."""
         logprob_M, entropy_M, *rest = self.call(batch, sampling, path, value, entropy)
         return ModelOutputs(logprob_M, entropy_M, rest[0] if rest else None)
 
 
-ScoreTerms = Callable[[Sequence[TokenTree], Terms], tuple[Floats, Floats]]
+ScoreTerms = Callable[[Trees, Terms], tuple[Floats, Floats]]
 """Two numbers per term: log-probability and value."""
 
 
-def score_separately(run: ScoreTerms, trees: Sequence[TokenTree], terms: Terms) -> tuple[Floats, Floats]:
+def score_separately(run: ScoreTerms, trees: Trees, terms: Terms) -> tuple[Floats, Floats]:
     """The result of `run`, repeated tree by tree and episode by episode where numbers are not finite: a NaN spreads
     to all tokens in the same attention call."""
     logprob, value = run(trees, terms)
@@ -253,19 +225,11 @@ def score_separately(run: ScoreTerms, trees: Sequence[TokenTree], terms: Terms) 
     return logprob, value
 
 
-# ------------------------------------------------------------------------------------------------ micro-batches
-
-
 T = TypeVar("T")
 
 
 class MicroBatcher:
-    """Splits batches and remembers the size that fits.
-
-    Args:
-        model: the policy before it is sharded.
-        lockstep: ranks that must run the same number of micro-batches.
-    """
+    """Splits batches and remembers the size that fits."""
 
     def __init__(self, model: PreTrainedModel, config: LearnerConfig, lockstep: RankGroup = SINGLE_RANK):
         self.attention, self.lockstep = config.attention, lockstep
@@ -274,12 +238,8 @@ class MicroBatcher:
         self.budget = config.micro_batch_tokens or (16_384 if self.cuda else 4_096)
         """Tokens per micro-batch; smaller than the setting after an out-of-memory error."""
 
-    def split(self, trees: Sequence[TokenTree], terms: Terms, square: bool = False) -> list[MicroBatch]:
-        """The batch in micro-batches of the current size.
-
-        Args:
-            square: attention will cost the square of each tree, so trees are not merged.
-        """
+    def split(self, trees: Trees, terms: Terms, square: bool = False) -> list[MicroBatch]:
+        """The batch in micro-batches; `square`: attention costs the square of each tree, so trees are not merged."""
         merge = self.kernel and not square  # the kernels skip pairs of tokens that do not see each other
         as_rows: Callable[[TokenTree], bool] | None = None
         if self.attention == "causal":
@@ -291,18 +251,8 @@ class MicroBatcher:
             batches += [padding_micro_batch()] * (max(self.lockstep.all_gather(len(batches))) - len(batches))
         return batches
 
-    def run(
-        self,
-        trees: Sequence[TokenTree],
-        terms: Terms,
-        work: Callable[[list[MicroBatch]], T],
-        undo: Callable[[], None],
-    ) -> T:
-        """Call `work` with the micro-batches. After an out-of-memory error, reduce the size and call it again.
-
-        Args:
-            undo: discards what an interrupted `work` has left.
-        """
+    def run(self, trees: Trees, terms: Terms, work: Callable[[list[MicroBatch]], T], undo: Callable[[], None]) -> T:
+        """Call `work` with the micro-batches. After an out-of-memory error, reduce the size and call it again."""
         failed = 0
         while True:
             batches = self.split(trees, terms)

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parameters_to_vector
 from transformers import PreTrainedModel
 
-from arborl.config.algorithm_config import TrustRegionConfig
+from arborl.config.algorithm_config import AlgorithmArgs
 from arborl.errors import ConfigError
 from arborl.learner.attention.path_selection import DENSE
 from arborl.learner.core.packing import MicroBatch
@@ -29,11 +29,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 def conjugate_gradient(product: Product, target: Tensor, iterations: int, tolerance: float = 1e-16) -> Tensor:
-    """Solve A x = target for a symmetric positive A given by its products.
-
-    Example:
-        conjugate_gradient(lambda v: 2 * v, torch.tensor([4.0, 6.0]), 1)     -> tensor([2., 3.])
-    """
+    """Solve A x = target for a symmetric positive A given by its products."""
     x, residual = torch.zeros_like(target), target.clone()
     direction, size = residual.clone(), residual @ residual
     for _ in range(iterations):
@@ -48,10 +44,8 @@ def conjugate_gradient(product: Product, target: Tensor, iterations: int, tolera
 
 
 class PolicyKL:
-    """Mean KL(policy at construction || current policy), weighted by the terms' weights.
-
-    It holds the whole distribution of every term, M x V numbers: for small vocabularies and models.
-    """
+    """Mean KL(policy at construction || current policy), weighted by the terms' weights. It holds the whole
+    distribution of every term, M x V numbers: for small vocabularies and models."""
 
     def __init__(
         self,
@@ -85,7 +79,6 @@ class PolicyKL:
 
     @torch.no_grad()
     def value(self) -> float:
-        """The KL at the current weights."""
         return sum(self.ranks.all_gather(sum(float(self._part(i)) for i in range(len(self.batches)))))
 
     def product(self, vector_P: Tensor) -> Tensor:
@@ -106,14 +99,9 @@ def natural_step(
     kl: PolicyKL,
     surrogate: Callable[[], float],
     before: float,
-    settings: TrustRegionConfig,
+    settings: AlgorithmArgs,
 ) -> Metrics:
-    """Move the parameters, whose `grad` is that of the loss; leave them if the line search finds no step.
-
-    Args:
-        surrogate: the loss at the current weights.
-        before: the loss before the step.
-    """
+    """Move the parameters, whose `grad` is that of the loss; leave them if the line search finds no step."""
     gradient_P = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
     norm = float(gradient_P.norm())
     metrics = {"learner/grad_norm": norm, "learner/skipped": 0.0, "learner/kl": 0.0, "learner/step_share": 0.0}

@@ -20,8 +20,7 @@ from arborl.types import NOT_SAMPLED, Ints, Metrics, Terms
 
 log = logging.getLogger(__name__)
 
-MAX_NAMED = 8
-"""Episodes that a warning names; further ones are counted."""
+MAX_NAMED = 8  # episodes that a warning names; further ones are counted
 ROLLOUT_GAP = "policy/logprob_diff"
 """Metric: difference between the learner's and the engine's probabilities, over tokens that the rollout sampled."""
 
@@ -79,7 +78,6 @@ class UpdateSums:
     def add(
         self, batch: MicroBatch, loss: Tensor, outputs: ModelOutputs, terms: TermBatch, parts: dict[str, Tensor]
     ) -> None:
-        """Add one micro-batch."""
         sampled = np.flatnonzero(batch.terms.version != NOT_SAMPLED)
         vectors = parts | {"policy/entropy": outputs.entropy_M}
         if len(sampled):
@@ -106,7 +104,6 @@ class UpdateSums:
         self.records.append(TermRecord(batch.terms.place, *(column.detach() for column in vectors)))
 
     def metrics(self, ranks: RankGroup = SINGLE_RANK) -> Metrics:
-        """The loss, and means over the terms of all ranks."""
         own = {name: float(value) for name, value in self.sums.items()}
         max_gap = max((float(gap) for gap in self.max_gaps), default=0.0)
         all_ranks = ranks.all_gather((self.count, self.sampled, float(self.loss), max_gap, own))
@@ -137,30 +134,19 @@ def combine_metrics(values: Mapping[str, Sequence[float]]) -> Metrics:
 
 @dataclass(frozen=True, slots=True)
 class TermRecord:
-    """Per-token results of one micro-batch in one optimizer step."""
-
-    place: Ints
-    """Rows of the terms in the batch's forest."""
+    place: Ints  # rows of the terms in the batch's forest
     logprob_M: Tensor
     entropy_M: Tensor
     ratio_M: Tensor
-    loss_M: Tensor
-    """Weighted: the sum is the loss of the step."""
-    pull_M: Tensor
-    """Derivative of the loss with respect to the log-probability."""
+    loss_M: Tensor  # weighted: the sum is the loss of the step
+    pull_M: Tensor  # derivative of the loss with respect to the log-probability
 
 
 class TermLog:
-    """Per-token results of an update, one row per term of the forest; NaN for terms that were not trained.
-
-    `logprob` and `entropy` are the policy's before its weights moved. `ratio` and `loss` are those of the last
-    optimizer step with the term. `pull` is the derivative of the loss with respect to the token's log-probability,
-    summed over
-    optimizer steps: negative if the token became more likely, 0 if it was clipped.
-
-    Args:
-        size: number of terms of the forest.
-    """
+    """Per-token results of an update, one row per term of the forest; NaN for terms that were not trained. `logprob`
+    and `entropy` are those before the weights moved, `ratio` and `loss` those of the last optimizer step. `pull` is
+    the derivative of the loss with respect to the log-probability, summed over steps: negative if the token became
+    more likely."""
 
     def __init__(self, size: int):
         self.logprob, self.entropy, self.ratio, self.loss, self.pull = (
@@ -168,7 +154,6 @@ class TermLog:
         )
 
     def add(self, records: Sequence[TermRecord]) -> None:
-        """Add one optimizer step."""
         for record in records:
             at = record.place
             first = np.isnan(self.logprob[at])

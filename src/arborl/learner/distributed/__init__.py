@@ -6,8 +6,7 @@ In reading order:
     learner_group.py     The learner of rank 0, which divides batches and calls all ranks
     rank_worker.py       What each rank runs
     rank_process.py      A rank as a process
-    rank_group.py        Collective operations
-    rank_connections.py  Network interface and authentication of connections
+    rank_group.py        Collective operations; network interface and authentication of connections
     rendezvous.py        How ranks find each other; heartbeats
     run_store.py         The authenticated key-value store of the ranks
     strategy.py          How weights and state are distributed: the interface

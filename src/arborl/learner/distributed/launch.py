@@ -37,12 +37,7 @@ def launched_rank() -> tuple[int, int] | None:
 def check_ranks(
     config: LearnerConfig, device: str, algorithm: Algorithm | None = None, elsewhere: bool = False
 ) -> None:
-    """Raise ConfigError if the ranks cannot be started, or cannot run the algorithm.
-
-    Args:
-        config, device, algorithm: of the run.
-        elsewhere: whether further ranks are on a cluster, whose GPUs are counted later.
-    """
+    """Raise ConfigError if the ranks cannot be started, or cannot run the algorithm."""
     launched = launched_rank()
     if launched is not None and launched[1] > 1:
         count = launched[1]
@@ -82,16 +77,12 @@ def make_learner(
     if config.strategy == "single":
         return spec.build(model, origin, teacher)
     if launched is not None and launched[1] > 1:
-        rendezvous = Rendezvous.from_launcher()
-        assert rendezvous is not None
-        return LearnerGroup(rendezvous, spec, model, None, origin, teacher)
+        return LearnerGroup(Rendezvous.from_launcher(), spec, model, None, origin, teacher)
+    rendezvous, info = Rendezvous.create(config.ranks, elsewhere.host if elsewhere is not None else "")
     if elsewhere is not None:
-        rendezvous, info = Rendezvous.create(config.ranks, elsewhere.host)
         elsewhere.start(info)
-        return LearnerGroup(rendezvous, spec, model, elsewhere, origin, teacher)
-    rendezvous, info = Rendezvous.create(config.ranks)
-    processes = RankProcesses(config.ranks, info, model.device.type, spec.threads)
-    return LearnerGroup(rendezvous, spec, model, processes, origin, teacher)
+    launcher = elsewhere or RankProcesses(config.ranks, info, model.device.type, spec.threads)
+    return LearnerGroup(rendezvous, spec, model, launcher, origin, teacher)
 
 
 def serve_launched_rank(config: LearnerConfig, device: str) -> bool:
@@ -102,22 +93,13 @@ def serve_launched_rank(config: LearnerConfig, device: str) -> bool:
         return False
     check_ranks(config, device)
     kind = device_of(device).type
-    rendezvous = Rendezvous.from_launcher()
-    assert rendezvous is not None
-    serve_rank(*launched, rendezvous, f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if kind == "cuda" else kind)
+    serve_rank(
+        *launched, Rendezvous.from_launcher(), f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if kind == "cuda" else kind
+    )
     return True
 
 
 class RankProcesses:
-    """The other ranks as processes on this host. They end when this process ends, for whatever reason.
-
-    Args:
-        count: number of ranks.
-        info: what they need to join.
-        device: `cpu` or `cuda`; with `cuda` each has its own GPU.
-        threads: threads of each; 0 divides the host's cores.
-    """
-
     def __init__(self, count: int, info: JoinInfo, device: str, threads: int = 0):
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -135,14 +117,16 @@ class RankProcesses:
         }  # fmt: skip
 
     def lost(self) -> dict[int, str]:
-        """Ranks whose processes have ended, and how."""
         if self.stopped:
             return {}
         codes = {rank: process.poll() for rank, process in self.all.items()}
-        return {rank: _describe_exit(code) for rank, code in codes.items() if code is not None}
+        return {
+            rank: f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            for rank, code in codes.items()
+            if code is not None
+        }
 
     def stop(self) -> None:
-        """Stop the processes; those that are about to end have a second to do so."""
         self.stopped = True
         until = time.monotonic() + 1.0
         while time.monotonic() < until and any(process.poll() is None for process in self.all.values()):
@@ -153,7 +137,3 @@ class RankProcesses:
             process.wait()
             if process.stdin is not None:
                 process.stdin.close()
-
-
-def _describe_exit(code: int) -> str:
-    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"

@@ -42,12 +42,12 @@ from arborl.algorithms.recipe import Algorithm, AlgorithmNeeds
 from arborl.errors import ConfigError, LearnerRankLost
 from arborl.learner.core.checkpoint_files import ShardedSnapshot, Snapshot
 from arborl.learner.core.interface import BaseLearner
-from arborl.learner.core.packing import ForwardCosts
+from arborl.learner.core.packing import ForwardCosts, Trees
 from arborl.learner.core.teacher import Teacher
 from arborl.learner.core.tree_forward import model_costs
-from arborl.learner.distributed.rank_connections import close_connections_to
+from arborl.learner.distributed.rank_group import close_connections_to
 from arborl.learner.distributed.rank_worker import EXIT_LOST, RUN_ENDED, LearnerSpec, RankWorker, report_end
-from arborl.learner.distributed.rendezvous import Launcher, NoLauncher, RankHeartbeatMonitor, Rendezvous
+from arborl.learner.distributed.rendezvous import Launcher, RankHeartbeatMonitor, Rendezvous
 from arborl.learner.distributed.sharding import make_strategy
 from arborl.models.output_heads import CriticInit
 from arborl.types import Floats, Ints, Metrics, Terms, TokenTree
@@ -60,15 +60,8 @@ no progress for this long. While it computes it makes progress, and fails at its
 
 
 class LearnerGroup(BaseLearner):
-    """The learner of rank 0, which calls all other ranks.
-
-    Args:
-        rendezvous: where the ranks find each other.
-        spec: from which each rank creates its learner.
-        model: the policy that an engine shares with the learner.
-        launcher: started the other ranks.
-        origin, teacher: as in `Learner`, if they are already loaded.
-    """
+    """The learner of rank 0, which calls all other ranks. `launcher` started them; `origin` and `teacher` as in
+    `Learner`."""
 
     def __init__(
         self,
@@ -80,10 +73,9 @@ class LearnerGroup(BaseLearner):
         teacher: Teacher | None = None,
     ):
         self.rendezvous, self.model, self.config = rendezvous, model, spec.config
-        self.launcher = launcher or NoLauncher()
+        self.launcher = launcher  # None: torchrun or Accelerate started the ranks, and ends them
         self.lost: LearnerRankLost | None = None
-        self.caller: int | None = None
-        """The thread of the current call."""
+        self.caller: int | None = None  # the thread of the current call
         self.closed, self.fresh, self.snapshots, self.imbalance = False, True, 0, 0.0
         """`fresh`: `model` has the learner's current weights."""
         self.interrupted = False
@@ -97,29 +89,22 @@ class LearnerGroup(BaseLearner):
 
     def _start(self, spec: LearnerSpec, origin: CriticInit | None, teacher: Teacher | None) -> None:
         self.rendezvous.start(self.model.device, self._check_lost)
-        self._scatter([cloudpickle.dumps(spec)] * self.rendezvous.count)
+        self._send([spec] * self.rendezvous.count)
         strategy = make_strategy(spec.config, self.rendezvous.rank_group())
         strategy.check(self.model)
         own_model = copy.deepcopy(self.model) if strategy.shards_weights else self.model
         self.costs = model_costs(self.model)
         self.worker = RankWorker(spec.build(own_model, origin, teacher, strategy))
         self.learner = self.worker.learner
-        self.wait_until_ready()
-
-    def wait_until_ready(self) -> None:
-        """Wait until every rank has created its learner; raise the error of one that could not."""
+        # wait until every rank has created its learner; raise the error of one that could not
         errors = [error for error in self.rendezvous.rank_group().all_gather("") if error]
         if errors:
             raise ConfigError(errors[0])
 
-    # -------------------------------------------------------------------------------------------- interface
-
     def check_paths(self) -> None:
         """Every rank has checked its execution paths before its model was sharded."""
 
-    def score_terms(
-        self, trees: Sequence[TokenTree], terms: Terms, needs: AlgorithmNeeds, cut: Ints | None = None
-    ) -> Terms:
+    def score_terms(self, trees: Trees, terms: Terms, needs: AlgorithmNeeds, cut: Ints | None = None) -> Terms:
         parts = self._parts(trees, terms)
         cuts = [None if cut is None else np.flatnonzero(np.isin(rows, cut)) for *_, rows in parts]
         args = [(trees, terms, needs, cut) for (trees, terms, _), cut in zip(parts, cuts, strict=True)]
@@ -130,27 +115,24 @@ class LearnerGroup(BaseLearner):
                 column[rows] = getattr(part, name)
         return dataclasses.replace(terms, **columns)
 
-    def logprobs(self, trees: Sequence[TokenTree], terms: Terms) -> Tensor:
+    def logprobs(self, trees: Trees, terms: Terms) -> Tensor:
         parts, logprob = self._parts(trees, terms), np.zeros(len(terms))
         results = self._call("logprobs", [(trees, terms) for trees, terms, _ in parts])
         for (*_, rows), part in zip(parts, results, strict=True):
             logprob[rows] = part.numpy()
         return torch.from_numpy(logprob)
 
-    def update(
-        self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm, names: Sequence[str] = ()
-    ) -> Metrics:
+    def update(self, trees: Trees, terms: Terms, algorithm: Algorithm, names: Sequence[str] = ()) -> Metrics:
         self.fresh = False
-        parts, pickled = self._parts(trees, terms), cloudpickle.dumps(algorithm)
-        results = self._call("update", [(trees, terms, pickled, names, self.term_log) for trees, terms, _ in parts])
+        parts = self._parts(trees, terms)
+        results = self._call("update", [(trees, terms, algorithm, names, self.term_log) for trees, terms, _ in parts])
         for _, log in results[1:]:
             if self.term_log is not None:
                 self.term_log.merge(log)
         return results[0][0] | {"learner/ranks": float(self.rendezvous.count), "learner/imbalance": self.imbalance}
 
-    def backward(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm) -> Metrics:
-        pickled = cloudpickle.dumps(algorithm)
-        return self._call("backward", [(trees, terms, pickled) for trees, terms, _ in self._parts(trees, terms)])[0]
+    def backward(self, trees: Trees, terms: Terms, algorithm: Algorithm) -> Metrics:
+        return self._call("backward", [(trees, terms, algorithm) for trees, terms, _ in self._parts(trees, terms)])[0]
 
     def gradients(self) -> dict[str, Tensor]:
         gradients = self._call_all("gradients")[0]
@@ -181,39 +163,36 @@ class LearnerGroup(BaseLearner):
 
     def load(self, folder: Path) -> None:
         """Load a checkpoint that any strategy with any number of ranks has saved."""
-        self._call_all("load", str(folder))
+        self._call_all("load", folder)
         self.fresh = False
         self._publish()
 
     def close(self) -> None:
-        """Stop all ranks."""
         if self.closed:
             return
         self.closed = True
         try:
             if self.lost is None and not self.interrupted and dist.is_initialized() and hasattr(self, "worker"):
                 self.worker.checkpointer.close()
-                self._scatter([cloudpickle.dumps(None)] * self.rendezvous.count)
+                self._send([None] * self.rendezvous.count)
         except Exception:  # a rank is lost by now
             pass
         finally:
             self.monitor.close()
             report_end(self.rendezvous, 0, RUN_ENDED)
-            self.launcher.stop()
+            if self.launcher is not None:
+                self.launcher.stop()
             if dist.is_initialized():
                 dist.destroy_process_group()
             self.rendezvous.close()
 
-    # -------------------------------------------------------------------------------------------- calls to all ranks
-
     def _publish(self) -> None:
         if self.learner.strategy.shards_weights and not self.fresh:
-            self._guard(lambda: self._scatter(self._pickle_calls("publish", [()] * self.rendezvous.count)))
+            self._guard(lambda: self._send([("publish", ())] * self.rendezvous.count))
             self._guard(lambda: self.worker.publish(self.model))
         self.fresh = True
 
-    def _parts(self, trees: Sequence[TokenTree], terms: Terms) -> list[tuple[Sequence[TokenTree], Terms, Ints]]:
-        """Trees, terms and rows of each rank."""
+    def _parts(self, trees: Trees, terms: Terms) -> list[tuple[Trees, Terms, Ints]]:
         count = self.rendezvous.count
         if not self.learner.strategy.splits_batch:
             self.imbalance = 0.0
@@ -229,27 +208,27 @@ class LearnerGroup(BaseLearner):
         """Call a method of `RankWorker` on every rank, each with its own arguments; the results in order of rank."""
 
         def call() -> list[Any]:
-            self._scatter(self._pickle_calls(name, args))
-            return self.rendezvous.rank_group().gather(getattr(self.worker, name)(*args[0]))
+            self._send([(name, one) for one in args])
+            return self.rendezvous.rank_group().gather(self.worker.call(name, args[0]))
 
         return self._guard(call)
 
-    def _pickle_calls(self, name: str, args: Sequence[tuple[Any, ...]]) -> list[bytes]:
-        return [b"", *(cloudpickle.dumps((name, one)) for one in args[1:])]
-
-    def _scatter(self, objects: Sequence[bytes]) -> None:
+    def _send(self, objects: Sequence[Any]) -> None:
+        """Send each rank its object; that of rank 0 is ignored."""
         if self.rendezvous.count > 1:
-            dist.scatter_object_list([None], list(objects), src=0)
+            dist.scatter_object_list([None], [b"", *map(cloudpickle.dumps, objects[1:])], src=0)
 
     def _guard(self, work: Callable[[], T]) -> T:
-        """Run `work`; if it fails because a rank is lost, raise `LearnerLost` with the reason."""
+        """Run `work`; if it fails because a rank is lost, raise `LearnerRankLost` with the reason."""
         self._check_lost()
         self.caller = threading.get_ident()
         try:
             return work()
         except (RuntimeError, dist.DistError) as error:
-            if self.rendezvous.count > 1 and not isinstance(error, torch.OutOfMemoryError):
-                self._wait_for_reason()
+            is_connection = self.rendezvous.count > 1 and not isinstance(error, torch.OutOfMemoryError)
+            until = time.monotonic() + 2.0  # a connection may break before the monitor knows why
+            while is_connection and self.lost is None and time.monotonic() < until:
+                time.sleep(0.05)
             self.interrupted = True
             if self.lost is not None:
                 raise self.lost from error
@@ -264,19 +243,14 @@ class LearnerGroup(BaseLearner):
         if self.lost is not None:
             raise self.lost
 
-    def _wait_for_reason(self) -> None:
-        """A connection may break before the monitor knows why."""
-        until = time.monotonic() + 2.0
-        while self.lost is None and time.monotonic() < until:
-            time.sleep(0.05)
-
     def _on_loss(self, rank: int, why: str) -> None:
         """Called in the monitor's thread: stop all other ranks, so that a call that waits for the lost rank fails."""
-        restartable = not isinstance(self.launcher, NoLauncher)
+        restartable = self.launcher is not None
         self.lost = LearnerRankLost(f"learner rank {rank} of {self.rendezvous.count} {why}", again=restartable)
         if self.closed:
             return
-        self.launcher.stop()
+        if self.launcher is not None:
+            self.launcher.stop()
         store, key = self.monitor.store, f"hello/{rank}"
         address = json.loads(store.get(key)).get("address") if store.check([key]) else None
         if address not in (None, "", self.rendezvous.store.local_address):
@@ -300,17 +274,11 @@ class LearnerGroup(BaseLearner):
         return False
 
 
-# ------------------------------------------------------------------------------------------------ trees of each rank
-#
-# A tree stays whole on its rank, where it is split if it is larger than a micro-batch. So losses over whole groups are
-# computed on one rank, and no episode is counted twice.
-
-
 EMPTY_TREE = TokenTree(*[np.zeros(0, dtype=np.int64)] * 3)
 """Placeholder for trees of other ranks, so that tree numbers stay those of the batch."""
 
 
-def tree_work(trees: Sequence[TokenTree], terms: Terms, costs: ForwardCosts) -> Floats:
+def tree_work(trees: Trees, terms: Terms, costs: ForwardCosts) -> Floats:
     """Multiplications per layer of each tree; 0 for a tree without terms, which is not run."""
     work = np.zeros(len(trees))
     for number in np.unique(terms.tree):
@@ -321,11 +289,7 @@ def tree_work(trees: Sequence[TokenTree], terms: Terms, costs: ForwardCosts) -> 
 
 def assign_balanced(work: Floats, ranks: int) -> Ints:
     """The rank of each item: largest first to the rank with the least work, then exchanges between the ranks with the
-    most and the least.
-
-    Example:
-        assign_balanced(np.array([4.0, 3.0, 3.0, 2.0]), 2)     # array([0, 1, 1, 0])
-    """
+    most and the least."""
     owner, load = np.zeros(len(work), dtype=np.int64), np.zeros(ranks)
     for number in np.argsort(-work, kind="stable"):
         owner[number] = np.argmin(load)
@@ -349,26 +313,23 @@ def assign_balanced(work: Floats, ranks: int) -> Ints:
     return owner
 
 
-def tree_owners(
-    trees: Sequence[TokenTree], terms: Terms, ranks: int, minibatches: Sequence[Ints], costs: ForwardCosts
-) -> Ints:
-    """The rank of each tree, balanced within each mini-batch."""
+def tree_owners(trees: Trees, terms: Terms, ranks: int, minibatches: Sequence[Ints], costs: ForwardCosts) -> Ints:
+    """The rank of each tree, balanced within each mini-batch. A tree stays whole on its rank, which splits it if it is
+    larger than a micro-batch: losses over whole groups are computed on one rank, and no episode is counted twice."""
     work, owner = tree_work(trees, terms, costs), np.zeros(len(trees), dtype=np.int64)
     for numbers in minibatches:
         owner[numbers] = assign_balanced(work[numbers], ranks)
     return owner
 
 
-def rank_part(
-    trees: Sequence[TokenTree], terms: Terms, owner: Ints, rank: int
-) -> tuple[Sequence[TokenTree], Terms, Ints]:
+def rank_part(trees: Trees, terms: Terms, owner: Ints, rank: int) -> tuple[Trees, Terms, Ints]:
     """The trees and terms of one rank, and their rows among all terms."""
     rows = np.flatnonzero(owner[terms.tree] == rank)
     own = [tree if owner[number] == rank else EMPTY_TREE for number, tree in enumerate(trees)]
     return own, terms.pick(rows), rows
 
 
-def imbalance(trees: Sequence[TokenTree], terms: Terms, owner: Ints, ranks: int, costs: ForwardCosts) -> float:
+def imbalance(trees: Trees, terms: Terms, owner: Ints, ranks: int, costs: ForwardCosts) -> float:
     """The largest work of a rank relative to the mean, minus 1."""
     load = np.bincount(owner, tree_work(trees, terms, costs), minlength=ranks)
     return float(load.max() / load.mean() - 1) if load.sum() > 0 else 0.0

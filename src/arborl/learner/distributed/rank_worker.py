@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from arborl.algorithms.recipe import AlgorithmNeeds
+from arborl.algorithms.recipe import Algorithm, AlgorithmNeeds
 from arborl.config.run_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.core.checkpoint_files import ShardedCheckpointer
 from arborl.learner.core.learner import Learner
 from arborl.learner.core.optimizer import NO_INITIAL_UPDATES, InitialUpdates
+from arborl.learner.core.packing import Trees
 from arborl.learner.core.teacher import Teacher
 from arborl.learner.core.update_metrics import TermLog
 from arborl.learner.distributed.rendezvous import RankHeartbeatMonitor, Rendezvous
@@ -27,10 +28,9 @@ from arborl.learner.distributed.run_store import JoinInfo
 from arborl.learner.distributed.sharding import make_strategy
 from arborl.learner.distributed.strategy import Strategy
 from arborl.models.output_heads import CriticInit
-from arborl.types import Ints, Metrics, Sampling, Terms, TokenTree
+from arborl.types import Metrics, Sampling, Terms
 
-EXIT_LOST = 1
-"""Exit code of a process whose learner is lost."""
+EXIT_LOST = 1  # exit code of a process whose learner is lost
 RUN_ENDED = "the run has ended"
 
 
@@ -43,8 +43,7 @@ class LearnerSpec:
     needs: AlgorithmNeeds
     total_steps: int
     seed: int
-    model: Callable[[str], PreTrainedModel]
-    """Loads the policy on a device."""
+    model: Callable[[str], PreTrainedModel]  # loads the policy on a device
     origin: Callable[[PreTrainedModel], CriticInit | None] = lambda model: None
     teacher: Callable[[], Teacher | None] = lambda: None
     deterministic: bool = False
@@ -58,7 +57,6 @@ class LearnerSpec:
         teacher: Teacher | None = None,
         strategy: Strategy | None = None,
     ) -> Learner:
-        """The learner of one process."""
         return Learner(
             model, self.config, self.sampling, self.needs, self.total_steps, self.seed, origin, teacher, strategy,
             self.first,
@@ -71,30 +69,19 @@ class RankWorker:
     def __init__(self, learner: Learner):
         self.learner, self.checkpointer = learner, ShardedCheckpointer(learner)
 
-    def score_terms(self, trees: Sequence[TokenTree], terms: Terms, needs: AlgorithmNeeds, cut: Ints | None) -> Terms:
-        return self.learner.score_terms(trees, terms, needs, cut)
-
-    def logprobs(self, trees: Sequence[TokenTree], terms: Terms) -> Tensor:
-        return self.learner.logprobs(trees, terms)
+    def call(self, name: str, args: Sequence[Any]) -> Any:
+        """Call a method of this object, or else of the learner."""
+        return getattr(self if hasattr(self, name) else self.learner, name)(*args)
 
     def update(
-        self, trees: Sequence[TokenTree], terms: Terms, algorithm: bytes, names: Sequence[str], log: TermLog | None
+        self, trees: Trees, terms: Terms, algorithm: Algorithm, names: Sequence[str], log: TermLog | None
     ) -> tuple[Metrics, TermLog | None]:
         self.learner.term_log = log
-        return self.learner.update(trees, terms, cloudpickle.loads(algorithm), names), log
-
-    def backward(self, trees: Sequence[TokenTree], terms: Terms, algorithm: bytes) -> Metrics:
-        return self.learner.backward(trees, terms, cloudpickle.loads(algorithm))
+        return self.learner.update(trees, terms, algorithm, names), log
 
     def gradients(self) -> dict[str, Tensor] | None:
         gradients = self.learner.gradients()
         return gradients if dist.get_rank() == 0 else None
-
-    def update_reference(self) -> None:
-        self.learner.update_reference()
-
-    def load(self, folder: str) -> None:
-        self.checkpointer.load(Path(folder))
 
     def stage(self, number: int) -> None:
         self.checkpointer.stage(number)
@@ -102,23 +89,16 @@ class RankWorker:
     def publish(self, into: PreTrainedModel | None = None) -> None:
         """Gather the trained parameters one by one; rank 0 copies them into its engine's model."""
         targets = dict(into.named_parameters()) if into is not None else {}
+        trained = [(name, p) for name, p in self.learner.model.named_parameters() if p.requires_grad]
         with torch.no_grad():
-            for name, parameter in self.learner.model.named_parameters():
-                if parameter.requires_grad:
-                    whole = self.learner.strategy.full_tensor(parameter)
-                    if into is not None:
-                        targets[name].copy_(whole)
+            for name, parameter in trained:
+                whole = self.learner.strategy.full_tensor(parameter)
+                if into is not None:
+                    targets[name].copy_(whole)
 
 
 def serve_rank(rank: int, count: int, where: JoinInfo | Rendezvous, device: str = "cpu") -> None:
-    """Serve as a rank other than 0 until the run ends.
-
-    Args:
-        rank: 1, 2, …
-        count: number of ranks.
-        where: what `Rendezvous.create` returned on rank 0, or the rendezvous itself.
-        device: where this rank computes.
-    """
+    """Serve as a rank other than 0 until the run ends."""
     rendezvous = where if isinstance(where, Rendezvous) else Rendezvous.join(rank, count, where)
 
     def exit_process(_: int, why: str) -> None:
@@ -157,14 +137,13 @@ def _serve(rendezvous: Rendezvous, device: str) -> None:
     ranks.all_gather("")
     while (call := _receive()) is not None:
         name, args = call
-        result = getattr(worker, name)(*args)
+        result = worker.call(name, args)
         if name != "publish":
             ranks.gather(result)
     worker.checkpointer.close()
 
 
 def _receive() -> Any:
-    """The next object that rank 0 scatters."""
     received: list[Any] = [None]
     dist.scatter_object_list(received, None, src=0)
     return cloudpickle.loads(received[0])
@@ -172,7 +151,5 @@ def _receive() -> Any:
 
 def report_end(rendezvous: Rendezvous, rank: int, reason: str) -> None:
     """Store why a rank ends, for the monitors of other ranks."""
-    try:
+    with suppress(Exception):  # the store may be gone
         rendezvous.store.set(f"died/{rank}", reason)
-    except Exception:  # the store is gone
-        return

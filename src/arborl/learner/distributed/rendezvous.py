@@ -32,56 +32,33 @@ import torch
 import torch.distributed as dist
 
 from arborl.errors import ConfigError
-from arborl.learner.distributed.rank_connections import prove_connections, use_interface_of
-from arborl.learner.distributed.rank_group import ORDER_TIMEOUT, RankGroup
+from arborl.learner.distributed.rank_group import ORDER_TIMEOUT, RankGroup, prove_connections, use_interface_of
 from arborl.learner.distributed.run_store import UNIX, JoinInfo, RunStore, StoreServer, hmac_sha256
 
 HEARTBEAT_SECONDS = 1.0
 HEARTBEAT_TIMEOUT = 60.0
 """Seconds without a heartbeat, after the first one, until a rank counts as lost; a process that is seen to end is lost
 at once."""
-START_TIMEOUT = 300.0
-"""Seconds in which all ranks must join."""
-SECRET_VARIABLE = "ARBORL_RANKS_SECRET"
-"""Environment variable with the secret of all ranks."""
-MIN_SECRET_LENGTH = 32
-"""Characters of a secret that a user sets."""
+START_TIMEOUT = 300.0  # seconds in which all ranks must join
+SECRET_VARIABLE = "ARBORL_RANKS_SECRET"  # environment variable with the secret of all ranks
+MIN_SECRET_LENGTH = 32  # characters of a secret that a user sets
 SECRET_COMMAND = "`openssl rand -hex 32`"
 ADDRESS_KEY = "where"
 T = TypeVar("T")
 
 
 class Launcher(Protocol):
-    """Started the other ranks."""
+    def lost(self) -> dict[int, str]: ...
 
-    def lost(self) -> dict[int, str]:
-        """Ranks whose processes have ended, and how."""
-        ...
-
-    def stop(self) -> None:
-        """Stop them."""
-        ...
+    def stop(self) -> None: ...
 
 
 class RemoteLauncher(Launcher, Protocol):
-    """Starts ranks on other hosts."""
-
-    host: str
-    """The address of this host, as they reach it."""
+    host: str  # the address of this host, as they reach it
 
     def start(self, info: JoinInfo) -> None:
         """Start all further ranks; they join at `info`."""
         ...
-
-
-class NoLauncher:
-    """For ranks that were started by something else (torchrun), which also ends them."""
-
-    def lost(self) -> dict[int, str]:
-        return {}
-
-    def stop(self) -> None:
-        """Ranks notice the end of the run at the store."""
 
 
 @dataclass(slots=True)
@@ -91,45 +68,30 @@ class Rendezvous:
     store: RunStore
     rank: int
     count: int
-    session: str = field(default="", repr=False)
-    """The key with which ranks authenticate connections, set by `start`."""
-    restore_interfaces: Callable[[], None] = lambda: None
-    """Undoes the choice of a network interface."""
+    session: str = field(default="", repr=False)  # the key with which ranks authenticate connections, set by `start`
+    restore_interfaces: Callable[[], None] = lambda: None  # undoes the choice of a network interface
 
     @classmethod
     def create(cls, count: int, address: str = "", secret: str = "") -> tuple[Rendezvous, JoinInfo]:
-        """On rank 0: a rendezvous that this process serves, and what the others need to join it.
-
-        Args:
-            count: number of ranks.
-            address: of this host, if ranks are on several hosts; otherwise all are on this one.
-            secret: of the run; by default a new one.
-        """
+        """On rank 0: a rendezvous that this process serves, and what the others need to join it."""
         server = StoreServer(address, secret)
-        server.data.set("nonce", secrets.token_bytes(32))
+        server.data.set("nonce", secrets.token_hex(32))
         return cls(RunStore(server.info, server, START_TIMEOUT), 0, count), server.info
 
     @classmethod
     def join(cls, rank: int, count: int, info: JoinInfo) -> Rendezvous:
-        """The rendezvous that rank 0 serves."""
         return cls(RunStore(info, seconds=START_TIMEOUT), rank, count)
 
     @classmethod
-    def from_launcher(cls) -> Rendezvous | None:
+    def from_launcher(cls) -> Rendezvous:
         """The rendezvous of all processes that torchrun or Accelerate has started. The launcher's store, which serves
         every client, is used only to find it."""
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ or "MASTER_ADDR" not in os.environ:
-            return None
         store, rank, count = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_TIMEOUT)))
         joined = join_launched(dist.PrefixStore("arborl", store), rank, lambda *args: cls.create(count, *args))
         return joined if isinstance(joined, Rendezvous) else cls.join(rank, count, joined)
 
     def start(self, device: torch.device, check: Callable[[], None] = lambda: None) -> None:
-        """Wait for all ranks, compare their versions, and open the connections between them.
-
-        Args:
-            check: called while waiting; raises if a rank is lost.
-        """
+        """Wait for all ranks, compare their versions, and open the connections between them."""
         address = self.store.local_address
         self.session = hmac_sha256(self.store.info.secret, "session", self.store.get("nonce")).hex()
         self.store.set(f"hello/{self.rank}", json.dumps(rank_versions(address)))
@@ -138,8 +100,8 @@ class Rendezvous:
             check()
             if time.monotonic() > until:
                 raise ConfigError(
-                    f"learner.ranks={self.count}: {rank_names(missing)} did not join within {START_TIMEOUT:g} s. See "
-                    "the output of that process."
+                    f"learner.ranks={self.count}: rank {', '.join(map(str, missing))} did not join within "
+                    f"{START_TIMEOUT:g} s. See the output of that process."
                 )
             time.sleep(0.05)
         check_versions([json.loads(self.store.get(f"hello/{rank}")) for rank in range(self.count)])
@@ -153,18 +115,15 @@ class Rendezvous:
         prove_connections(dist.group.WORLD, self.session)
 
     def rank_group(self) -> RankGroup:
-        """All ranks."""
         return RankGroup(dist.group.WORLD, self.session)
 
     def close(self) -> None:
-        """Leave the rendezvous; rank 0 closes the store."""
         self.restore_interfaces()
         if self.store.server is not None:
             self.store.server.close()
 
 
 def rank_versions(address: str = "") -> dict[str, str]:
-    """The versions that must be equal on all ranks, and this host's name and address."""
     try:
         arborl = version("arborl")
     except PackageNotFoundError:  # used from its sources without installation
@@ -174,7 +133,6 @@ def rank_versions(address: str = "") -> dict[str, str]:
 
 
 def check_versions(ranks: list[dict[str, str]]) -> None:
-    """Raise ConfigError if ranks run different versions."""
     first = ranks[0]
     for package in ("arborl", "torch", "python"):
         for rank, one in enumerate(ranks):
@@ -185,19 +143,8 @@ def check_versions(ranks: list[dict[str, str]]) -> None:
                 )
 
 
-def rank_names(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
 class RankHeartbeatMonitor:
-    """Sends this rank's heartbeat and checks those of others, in its own thread.
-
-    Args:
-        rendezvous: the ranks.
-        others: ranks to check: all others on rank 0, rank 0 on all others.
-        on_loss: called once, with the rank and the reason.
-        launcher: knows at once when a process has ended.
-    """
+    """Sends this rank's heartbeat and checks others in a thread; calls `on_loss` once, with rank and reason."""
 
     def __init__(
         self,
@@ -207,14 +154,13 @@ class RankHeartbeatMonitor:
         launcher: Launcher | None = None,
     ):
         self.rendezvous, self.others, self.on_loss = rendezvous, others, on_loss
-        self.launcher, self.store = launcher or NoLauncher(), rendezvous.store
+        self.launcher, self.store = launcher, rendezvous.store
         self.stopped = threading.Event()
         self.last_beats: dict[int, tuple[bytes, float]] = {}
         self.thread = threading.Thread(target=self._run, name="arborl-ranks", daemon=True)
         self.thread.start()
 
     def close(self) -> None:
-        """Stop."""
         self.stopped.set()
         if threading.current_thread() is not self.thread:
             self.thread.join(5)
@@ -223,7 +169,7 @@ class RankHeartbeatMonitor:
         count = 0
         while not self.stopped.wait(HEARTBEAT_SECONDS / 4):
             count += 1
-            lost = self.launcher.lost()
+            lost = self.launcher.lost() if self.launcher is not None else {}
             try:
                 if count % 4 == 0:
                     self.store.set(f"alive/{self.rendezvous.rank}", str(count))
@@ -259,17 +205,8 @@ class RankHeartbeatMonitor:
             return ""
 
 
-# ------------------------------------------------------------------------------------------------ shared secret
-
-
 def join_launched(store: Any, rank: int, create: Callable[[str, str], tuple[T, JoinInfo]]) -> T | JoinInfo:
-    """On rank 0, create a rendezvous and publish its address; on other ranks, what they need to join it.
-
-    Args:
-        store: the launcher's.
-        rank: of this process.
-        create: creates a rendezvous from this host's address and the secret, both possibly empty.
-    """
+    """On rank 0, create a rendezvous and publish its address; on other ranks, what they need to join it."""
     secret = os.environ.get(SECRET_VARIABLE, "")
     if 0 < len(secret) < MIN_SECRET_LENGTH:
         raise ConfigError(
@@ -277,8 +214,10 @@ def join_launched(store: Any, rank: int, create: Callable[[str, str], tuple[T, J
         )
     if rank == 0:
         rendezvous, info = create(reachable_address() if secret else "", secret)
-        if not secret:
-            write_secret(info)
+        if not secret:  # write it next to the socket, readable by this user alone
+            handle = os.open(secret_file(info.address), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(handle, "w") as file:
+                file.write(info.secret)
         code = hmac_sha256(secret, ADDRESS_KEY, info.address).hex() if secret else ""
         store.set(ADDRESS_KEY, json.dumps([info.address, code]))
         return rendezvous
@@ -301,13 +240,6 @@ def reachable_address() -> str:
             "that they can reach (torchrun --master-addr)."
         )
     return str(address)
-
-
-def write_secret(info: JoinInfo) -> None:
-    """Write the secret next to the socket, readable by this user alone."""
-    handle = os.open(secret_file(info.address), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "w") as file:
-        file.write(info.secret)
 
 
 def read_secret(address: str) -> str:

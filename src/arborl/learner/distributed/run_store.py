@@ -27,30 +27,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-UNIX = "unix:"
-"""Prefix of the address of a Unix socket."""
-MAX_SOCKET_PATH = 100
-"""Bytes of a Unix socket's path; Linux allows 107."""
-HANDSHAKE_SECONDS = 10.0
-"""Seconds in which a client must prove that it holds the secret."""
-CONNECT_SECONDS = 30.0
-"""Seconds for which a rank tries to connect while other clients keep the server busy."""
-MAX_PENDING = 256
-"""Clients in the handshake at once; further ones are disconnected and try again."""
-CLOSE_GRACE_SECONDS = 2.0
-"""Seconds that clients have to disconnect before the server closes their connections."""
-UNREACHABLE_MS = 60_000
-"""Milliseconds after which unacknowledged data breaks the connection."""
+UNIX = "unix:"  # prefix of the address of a Unix socket
+MAX_SOCKET_PATH = 100  # bytes of a Unix socket's path; Linux allows 107
+HANDSHAKE_SECONDS = 10.0  # seconds in which a client must prove that it holds the secret
+CONNECT_SECONDS = 30.0  # seconds for which a rank tries to connect while other clients keep the server busy
+MAX_PENDING = 256  # clients in the handshake at once; further ones are disconnected and try again
+CLOSE_GRACE_SECONDS = 2.0  # seconds that clients have to disconnect before the server closes their connections
+UNREACHABLE_MS = 60_000  # milliseconds after which unacknowledged data breaks the connection
 NONCE_BYTES = 32
 MAX_REQUEST_BYTES = 2**26
 
 
 @dataclass(frozen=True, slots=True)
 class JoinInfo:
-    """What a rank needs to join the others."""
-
-    address: str
-    """`unix:PATH` or `HOST:PORT`."""
+    address: str  # `unix:PATH` or `HOST:PORT`
     secret: str = field(repr=False)
 
 
@@ -63,69 +53,27 @@ def hmac_sha256(secret: str, *parts: str | bytes) -> bytes:
     return made.digest()
 
 
-class StoreData:
-    """The entries, shared by threads."""
-
-    def __init__(self) -> None:
-        self.entries: dict[str, bytes] = {}
-        self.changed = threading.Condition()
-
-    def set(self, key: str, value: bytes) -> None:
-        with self.changed:
-            self.entries[key] = value
-            self.changed.notify_all()
-
-    def get(self, key: str, seconds: float) -> bytes:
-        self.wait([key], seconds)
-        return self.entries[key]
-
-    def add(self, key: str, amount: int) -> int:
-        with self.changed:
-            total = int(self.entries.get(key, b"0")) + amount
-            self.entries[key] = str(total).encode()
-            self.changed.notify_all()
-            return total
-
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        with self.changed:
-            if self.entries.get(key, b"") == expected:
-                self.entries[key] = desired
-                self.changed.notify_all()
-            return self.entries.get(key, expected)
-
-    def check(self, keys: list[str]) -> bool:
-        with self.changed:
-            return all(key in self.entries for key in keys)
-
-    def wait(self, keys: list[str], seconds: float) -> None:
-        with self.changed:
-            if not self.changed.wait_for(lambda: all(key in self.entries for key in keys), seconds):
-                missing = [key for key in keys if key not in self.entries]
-                raise TimeoutError(f"the store has no {', '.join(missing)} after {seconds:g} s")
-
-    def delete_key(self, key: str) -> bool:
-        with self.changed:
-            return self.entries.pop(key, None) is not None
-
-    def num_keys(self) -> int:
-        with self.changed:
-            return len(self.entries)
-
-
 REQUESTS = ("set", "get", "add", "compare_set", "check", "wait", "delete_key", "num_keys")
-"""Methods of `StoreData` that a client may call."""
+"""Operations of a store that a client may call."""
+
+
+def perform(data: dist.Store, name: str, *args: Any) -> Any:
+    """An operation on the data; `get` and `wait` take keys and a timeout in seconds."""
+    if name not in ("get", "wait"):
+        return getattr(data, name)(*args)
+    keys, seconds = args
+    try:
+        data.wait(keys, timedelta(seconds=seconds))
+    except dist.DistStoreError as error:
+        raise TimeoutError(f"the store has no {', '.join(keys)} after {seconds:g} s") from error
+    return data.get(keys[0]) if name == "get" else None
 
 
 class StoreServer:
-    """Serves a store.
-
-    Args:
-        host: an address of this host; without one a Unix socket, for this user alone.
-        secret: of the run; by default a new one.
-    """
+    """Serves a store at an address of this host, or without one at a Unix socket, for this user alone."""
 
     def __init__(self, host: str = "", secret: str = ""):
-        self.data, self.folder = StoreData(), ""
+        self.data = dist.HashStore()
         self.connections: set[Connection] = set()
         self.lock, self.pending = threading.Lock(), threading.Semaphore(MAX_PENDING)
         self.closed = False
@@ -134,8 +82,7 @@ class StoreServer:
             self.socket = socket.create_server((host, 0), family=family, backlog=512)
             address = f"{host}:{self.socket.getsockname()[1]}"
         else:
-            self.folder = private_folder()
-            path = os.path.join(self.folder, "store")
+            path = os.path.join(private_folder(), "store")
             self.socket = socket.socket(socket.AF_UNIX)
             self.socket.bind(path)
             self.socket.listen(512)
@@ -156,19 +103,15 @@ class StoreServer:
                 continue
             threading.Thread(target=self._serve, args=(connection,), name="arborl-store", daemon=True).start()
 
-    def _verify(self, connection: Connection) -> bool:
-        """Whether the client holds the secret."""
-        try:
-            verified = verify_client(connection, self.info.secret)
-            clear_read_timeout(connection)
-            return verified
-        finally:
-            self.pending.release()
-
     def _serve(self, accepted: socket.socket) -> None:
-        set_read_timeout(accepted, HANDSHAKE_SECONDS)
         with Connection(accepted.detach()) as connection, suppress(OSError, EOFError, ValueError, KeyError, TypeError):
-            if not self._verify(connection):
+            try:
+                set_read_timeout(connection, HANDSHAKE_SECONDS)
+                verified = verify_client(connection, self.info.secret)
+                set_read_timeout(connection, 0)
+            finally:
+                self.pending.release()
+            if not verified:
                 return
             with self.lock:
                 if self.closed:
@@ -186,7 +129,7 @@ class StoreServer:
         if name not in REQUESTS:
             raise ValueError(name)
         try:
-            return encode({"answer": getattr(self.data, name)(*map(decode_value, args))})
+            return encode({"answer": perform(self.data, name, *map(decode_value, args))})
         except TimeoutError as error:
             return encode({"timeout": str(error)})
 
@@ -210,13 +153,7 @@ class StoreServer:
 
 class RunStore(dist.Store):
     """The store as a `torch.distributed.Store`. The serving process uses the data directly; elsewhere each thread has
-    its own connection, so that a waiting thread does not block others.
-
-    Args:
-        info: address and secret.
-        server: the server, in the process that serves the store.
-        seconds: timeout of `get` and `wait`.
-    """
+    its own connection, so that a waiting thread does not block others."""
 
     def __init__(self, info: JoinInfo, server: StoreServer | None = None, seconds: float = 300.0):
         super().__init__()
@@ -225,14 +162,13 @@ class RunStore(dist.Store):
 
     @property
     def connection(self) -> Connection:
-        """This thread's connection."""
         if not hasattr(self.thread_local, "connection"):
             self.thread_local.connection = connect_with_retry(self.info)
         return self.thread_local.connection  # type: ignore[no-any-return]
 
     def _request(self, name: str, *args: Any) -> Any:
         if self.server is not None:
-            return getattr(self.server.data, name)(*args)
+            return perform(self.server.data, name, *args)
         try:
             connection = self.connection
             connection.send_bytes(encode([name, args]))
@@ -247,7 +183,7 @@ class RunStore(dist.Store):
         self._request("set", key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
-        return self._request("get", key, self.seconds)  # type: ignore[no-any-return]
+        return self._request("get", [key], self.seconds)  # type: ignore[no-any-return]
 
     def add(self, key: str, amount: int) -> int:
         return self._request("add", key, amount)  # type: ignore[no-any-return]
@@ -273,16 +209,12 @@ class RunStore(dist.Store):
 
     @property
     def local_address(self) -> str:
-        """This host's address on the route to the store; the loopback address if all ranks are on one host."""
         if self.info.address.startswith(UNIX):
             return "127.0.0.1"
         if self.server is not None:
             return self.info.address.rpartition(":")[0]
         with socket.socket(fileno=os.dup(self.connection.fileno())) as connection:
             return str(connection.getsockname()[0])
-
-
-# ------------------------------------------------------------------------------------------------ proof of the secret
 
 
 def verify_client(connection: Connection, secret: str) -> bool:
@@ -299,7 +231,6 @@ def verify_client(connection: Connection, secret: str) -> bool:
 
 
 def connect(info: JoinInfo) -> Connection:
-    """Connect to the server; both sides prove that they hold the secret."""
     if info.address.startswith(UNIX):
         made = socket.socket(socket.AF_UNIX)
         made.connect(info.address.removeprefix(UNIX))
@@ -307,15 +238,17 @@ def connect(info: JoinInfo) -> Connection:
         host, _, port = info.address.rpartition(":")
         made = socket.create_connection((host, int(port)), UNREACHABLE_MS / 1000)
         made.settimeout(None)
-        set_keepalive(made)
-    set_read_timeout(made, CONNECT_SECONDS)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # detects a host that has become unreachable
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREACHABLE_MS)
     connection = Connection(made.detach())
+    set_read_timeout(connection, CONNECT_SECONDS)
     theirs, ours = connection.recv_bytes(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
     connection.send_bytes(ours + hmac_sha256(info.secret, "client", theirs, ours))
     proof = connection.recv_bytes(NONCE_BYTES)
     if not hmac.compare_digest(proof, hmac_sha256(info.secret, "server", theirs, ours)):
         raise ConnectionError(f"the server at {info.address} does not hold the secret of this run")
-    clear_read_timeout(connection)
+    set_read_timeout(connection, 0)
     return connection
 
 
@@ -331,24 +264,10 @@ def connect_with_retry(info: JoinInfo) -> Connection:
             time.sleep(0.1)
 
 
-def set_read_timeout(connection: socket.socket, seconds: float) -> None:
+def set_read_timeout(connection: Connection, seconds: float) -> None:
     """Reads that take longer fail; 0 for no timeout."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(seconds), 0))
-
-
-def clear_read_timeout(connection: Connection) -> None:
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
-        set_read_timeout(same, 0)
-
-
-def set_keepalive(connection: socket.socket) -> None:
-    """Detect a host that has become unreachable."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREACHABLE_MS)
-
-
-# ------------------------------------------------------------------------------------------------ small parts
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(seconds), 0))
 
 
 def encode(what: Any) -> bytes:
@@ -369,6 +288,5 @@ def private_folder() -> str:
 
 
 def remove_folder(address: str) -> None:
-    """Remove the folder of a Unix socket."""
     if address.startswith(UNIX):
         shutil.rmtree(os.path.dirname(address.removeprefix(UNIX)), ignore_errors=True)

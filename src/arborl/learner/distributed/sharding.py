@@ -22,19 +22,13 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -42,26 +36,38 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from arborl.config.training_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.attention.path_selection import PathSelector
-from arborl.learner.core.optimizer import LOW_PRECISION, MasterWeights, Optimizer, parameter_groups
+from arborl.learner.core.optimizer import LOW_PRECISION, MasterWeights, Optimizer, parameter_groups, step_metrics
 from arborl.learner.core.tree_forward import PlacedModel, PolicyWithCritic
 from arborl.learner.distributed.rank_group import SINGLE_RANK, RankGroup
-from arborl.learner.distributed.strategy import (
-    MOMENTS,
-    LearnerState,
-    ReplicatedStrategy,
-    State,
-    Strategy,
-    full_shape,
-    unsupported,
-)
+from arborl.learner.distributed.strategy import MOMENTS, State, Strategy, full_shape, unsupported
 from arborl.models.fast_forward import FAST_MODEL_CLASSES
 from arborl.models.model_loading import ComputeDevice, compute_device, set_compute_device
 from arborl.types import Metrics
 
+if TYPE_CHECKING:
+    from arborl.learner.core.learner import Learner
+
+
+def _models(module: PolicyWithCritic) -> list[PreTrainedModel]:
+    """The policy, and the critic's own model if it has one."""
+    trunk = module.critic.trunk if module.critic is not None else None
+    return [module.policy] if trunk is None else [module.policy, trunk]
+
+
+def _prepare(model: PreTrainedModel) -> ComputeDevice:
+    """Check execution paths and record the device before the model is sharded."""
+    place = compute_device(model)
+    PathSelector.check_all(model)
+    set_compute_device(model, place)
+    return place
+
+
+def _check_unquantized(model: PreTrainedModel, strategy: str) -> None:
+    if getattr(model, "quantization_method", None) is not None:
+        raise unsupported(strategy, "4-bit weights cannot be sharded", "learner.strategy=ddp")
+
 
 class FullyShardedStrategy(Strategy):
-    """torch's `fully_shard`."""
-
     shards_weights = lockstep = True
 
     def check(self, model: PreTrainedModel) -> None:
@@ -69,17 +75,12 @@ class FullyShardedStrategy(Strategy):
         if not _layers(model):
             reason = f"{type(model).__name__} has no separate layers"
             raise unsupported("fsdp2", reason, "learner.strategy=ddp")
-        if getattr(model, "quantization_method", None) is not None:
-            raise unsupported("fsdp2", "4-bit weights cannot be sharded", "learner.strategy=ddp")
+        _check_unquantized(model, "fsdp2")
 
     def place(self, module: PolicyWithCritic) -> PlacedModel:
-        """Shard the policy and its critic."""
-        place = compute_device(module.policy)
-        critic = module.critic
-        models = [module.policy] + ([critic.trunk] if critic is not None and critic.trunk is not None else [])
+        place, critic, models = compute_device(module.policy), module.critic, _models(module)
         for model in models:
-            PathSelector.check_all(model)
-            set_compute_device(model, place)
+            _prepare(model)
             if self.config.master == "float32":
                 for parameter in model.parameters():
                     if parameter.requires_grad and parameter.dtype in LOW_PRECISION:
@@ -90,10 +91,7 @@ class FullyShardedStrategy(Strategy):
         return PlacedModel(module.policy, module)
 
     def place_frozen(self, model: PreTrainedModel) -> PlacedModel:
-        """Shard a reference model."""
-        place, module = compute_device(model), PolicyWithCritic(model)
-        PathSelector.check_all(model)
-        set_compute_device(model, place)
+        place, module = _prepare(model), PolicyWithCritic(model)
         self._shard_all(module, [model], place, self.config.offload == "all")
         return PlacedModel(model, module)
 
@@ -139,8 +137,6 @@ ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
 class TensorParallelStrategy(Strategy):
-    """torch's `parallelize_module`."""
-
     shards_weights = True
     lockstep = True
     splits_batch = False
@@ -154,18 +150,14 @@ class TensorParallelStrategy(Strategy):
         for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
             if (count := getattr(config, what)) % ranks:
                 raise unsupported("tensor", f"{what}={count} is not divisible by {ranks} ranks", "fewer learner.ranks")
-        if getattr(model, "quantization_method", None) is not None:
-            raise unsupported("tensor", "4-bit weights cannot be sharded", "learner.strategy=ddp")
+        _check_unquantized(model, "tensor")
 
     def place(self, module: PolicyWithCritic) -> PlacedModel:
-        """Shard the policy and a separate critic."""
-        critic = module.critic
-        for model in [module.policy] + ([critic.trunk] if critic is not None and critic.trunk is not None else []):
+        for model in _models(module):
             self._shard_model(model)
         return PlacedModel(module.policy, module)
 
     def place_frozen(self, model: PreTrainedModel) -> PlacedModel:
-        """Shard a reference model."""
         self._shard_model(model)
         return PlacedModel.local(model)
 
@@ -173,9 +165,7 @@ class TensorParallelStrategy(Strategy):
         """Every rank has run every tree."""
 
     def _shard_model(self, model: PreTrainedModel) -> None:
-        place = compute_device(model)
-        PathSelector.check_all(model)
-        set_compute_device(model, place)
+        place = _prepare(model)
         mesh = init_device_mesh(place.device.type, (self.ranks.count,))
         for layer in model.base_model.layers:
             plan: dict[str, ParallelStyle] = {}
@@ -198,23 +188,14 @@ def _plan(name: str, module: nn.Module, columns: bool) -> dict[str, ParallelStyl
 
 
 def make_strategy(config: LearnerConfig, ranks: RankGroup = SINGLE_RANK) -> Strategy:
-    """The strategy that the configuration names."""
     if config.strategy == "single":
         return Strategy(config)
-    if config.strategy == "ddp":
-        return ReplicatedStrategy(config, ranks)
-    if config.strategy == "fsdp2":
-        return FullyShardedStrategy(config, ranks)
-    if config.strategy == "tensor":
-        return TensorParallelStrategy(config, ranks)
-    return ZeroStrategy(config, ranks)
-
-
-# ------------------------------------------------------------------------------------------------ DeepSpeed's ZeRO
+    kinds = {"ddp": Strategy, "fsdp2": FullyShardedStrategy, "tensor": TensorParallelStrategy}
+    return kinds.get(config.strategy, ZeroStrategy)(config, ranks)
 
 
 class ZeroStrategy(Strategy):
-    """ZeRO of `learner.zero_stage`."""
+    """ZeRO of `learner.strategy` `zero1`, `zero2` and `zero3`."""
 
     shards_weights = lockstep = True
     engine: Any
@@ -223,27 +204,25 @@ class ZeroStrategy(Strategy):
         """The package must be installed, and the weights in float32 or bfloat16."""
         if importlib.util.find_spec("deepspeed") is None:
             raise ConfigError(
-                "learner.strategy=deepspeed needs the package deepspeed. Install it: pip install 'arborl[deepspeed]', "
-                "or write learner.strategy=fsdp2."
+                f"learner.strategy={self.config.strategy} needs the package deepspeed. Install it: pip install "
+                "'arborl[deepspeed]', or write learner.strategy=fsdp2."
             )
         if model.dtype not in (torch.float32, torch.bfloat16):
-            raise unsupported("deepspeed", f"{model.dtype} is not supported", "model.dtype=bfloat16 or float32")
-        if getattr(model, "quantization_method", None) is not None:
-            raise unsupported("deepspeed", "4-bit weights cannot be sharded", "learner.strategy=ddp")
+            raise unsupported(
+                self.config.strategy, f"{model.dtype} is not supported", "model.dtype=bfloat16 or float32"
+            )
+        _check_unquantized(model, self.config.strategy)
 
     def place(self, module: PolicyWithCritic) -> PlacedModel:
         """DeepSpeed's engine is created with the optimizer."""
-        place, critic = compute_device(module.policy), module.critic
-        for model in [module.policy] + ([critic.trunk] if critic is not None and critic.trunk is not None else []):
-            PathSelector.check_all(model)
-            set_compute_device(model, place)
+        for model in _models(module):
+            _prepare(model)
         self.module = module
         return PlacedModel(module.policy, lambda *args: self.engine(*args))
 
     def optimizer(
         self, policy: Iterable[nn.Parameter], critic: Iterable[nn.Parameter], rates: tuple[float, float]
     ) -> Optimizer:
-        """The optimizer and DeepSpeed's engine."""
         made = ZeroOptimizer(self.module, policy, critic, self.config, rates, self.ranks)
         self.engine = made.engine
         return made
@@ -260,14 +239,14 @@ class ZeroStrategy(Strategy):
         with self.writable([parameter]):  # type: ignore[list-item]
             return parameter.detach().clone()
 
-    def gradients(self, learner: LearnerState) -> Iterator[tuple[str, Tensor]]:
+    def gradients(self, learner: Learner) -> Iterator[tuple[str, Tensor]]:
         from deepspeed.utils import safe_get_full_grad
 
         for name, parameter, _ in learner.trained_parameters():
             full = safe_get_full_grad(parameter)
             yield name, torch.zeros(full_shape(parameter)) if full is None else full
 
-    def state(self, learner: LearnerState) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    def state(self, learner: Learner) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Gathered one parameter at a time; rank 0 keeps them."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -283,14 +262,13 @@ class ZeroStrategy(Strategy):
                 shape = full_shape(parameter)
                 yield name, {key: value.reshape(shape) if value.ndim else value for key, value in full.items()}
 
-    def empty_state(self, learner: LearnerState) -> State:
-        """Whole tensors."""
+    def empty_state(self, learner: Learner) -> State:
         return {
             name: {key: torch.zeros(full_shape(p) if key != "step" else ()) for key in ("value", *MOMENTS)}
             for name, p, _ in learner.trained_parameters()
         }
 
-    def load_state(self, learner: LearnerState, state: State) -> None:
+    def load_state(self, learner: Learner, state: State) -> None:
         """From whole tensors, of which each rank takes its shard."""
         from deepspeed.utils import (
             safe_set_full_fp32_param,
@@ -387,15 +365,11 @@ class ZeroOptimizer(Optimizer):
         """Gradients stay where DeepSpeed has stored them."""
 
     def present_gradients(self) -> list[Tensor]:
-        """The gradients of this rank's shard."""
         return [gradient for _, gradient in self._own_gradients()]
 
-    def gradients(self) -> list[Tensor]:
-        """The gradients of this rank's shard."""
-        return self.present_gradients()
+    gradients = present_gradients
 
     def step(self, scale: float, only: str | None = None) -> Metrics:
-        """See `Optimizer.step`."""
         norms: dict[str, Tensor] = {}
         for name, part in self.parts.items():
             if part.masters:
@@ -410,12 +384,9 @@ class ZeroOptimizer(Optimizer):
             for group in self.adam.param_groups:
                 group["lr"] = group["base"] * scale
             self.zero_optimizer.step()
-        metrics = {"learner/skipped": 0.0} if finite else {"learner/skipped": 1.0, "learner/skipped/gradient": 1.0}
-        metrics["learner/grad_norm"] = float(norms["policy"])
-        return metrics | ({"learner/critic_grad_norm": float(norms["critic"])} if "critic" in norms else {})
+        return step_metrics(norms, finite)
 
     def count(self) -> int:
-        """Steps that AdamW has taken."""
         return max((int(state["step"]) for state in self.adam.state.values() if "step" in state), default=0)
 
     def begin(self, steps: int) -> None:
@@ -450,7 +421,6 @@ class ZeroOptimizer(Optimizer):
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """Import DeepSpeed for this device, with its logging reduced to errors and its global state reset."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))

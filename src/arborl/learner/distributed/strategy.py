@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,74 +21,44 @@ from transformers import PreTrainedModel
 
 from arborl.config.training_config import LearnerConfig
 from arborl.errors import ConfigError
-from arborl.learner.core.optimizer import LossScale, Optimizer, local_shard
-from arborl.learner.core.tree_forward import Critic, MicroBatcher, PlacedModel, PolicyWithCritic
+from arborl.learner.core.optimizer import Optimizer, local_shard
+from arborl.learner.core.tree_forward import PlacedModel, PolicyWithCritic
 from arborl.learner.distributed.rank_group import SINGLE_RANK, RankGroup
+
+if TYPE_CHECKING:
+    from arborl.learner.core.learner import Learner
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
-State = dict[str, dict[str, Tensor]]
-"""By parameter name: its `value` in float32 and its `MOMENTS`."""
-
-
-class LearnerState(Protocol):
-    """The attributes of a learner that strategies and checkpoints read and write."""
-
-    model: PreTrainedModel
-    reference: PreTrainedModel | None
-    reference_adapter: dict[str, Tensor] | None
-    critic: Critic | None
-    optimizer: Optimizer
-    strategy: Strategy
-    micro_batcher: MicroBatcher
-    loss_scale: LossScale
-    done: int
-
-    def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
-        """Name, parameter and master weight of every trained parameter."""
-        ...
-
-    def with_reference(self) -> AbstractContextManager[None]:
-        """Keep the reference model's weights on the device inside the context."""
-        ...
+State = dict[str, dict[str, Tensor]]  # by parameter name: its `value` in float32 and its `MOMENTS`
 
 
 class Strategy:
-    """One process that holds everything. Subclasses override what they distribute.
-
-    Args:
-        config: the learner's settings.
-        ranks: all processes.
-    """
+    """Every rank holds everything (`single`, `ddp`). Subclasses override what they distribute."""
 
     shards_weights = False
     """Whether the learner's weights differ from the model it was given: an engine then gets a gathered copy."""
     lockstep = False
     """Whether every forward pass is a collective operation: all ranks must run the same number of micro-batches."""
-    splits_batch = True
-    """Whether each rank runs its own trees."""
+    splits_batch = True  # whether each rank runs its own trees
 
     def __init__(self, config: LearnerConfig, ranks: RankGroup = SINGLE_RANK):
         self.config, self.ranks = config, ranks
-        self.batch_group = ranks if self.splits_batch else SINGLE_RANK
-        """The ranks over which sums over terms are taken."""
+        self.batch_group = ranks if self.splits_batch else SINGLE_RANK  # the ranks over which sums over terms are taken
         self.lockstep_group = ranks if self.lockstep else SINGLE_RANK
 
     def check(self, model: PreTrainedModel) -> None:
         """Raise ConfigError if this strategy does not support the model."""
 
     def place(self, module: PolicyWithCritic) -> PlacedModel:
-        """Distribute the policy and its critic."""
         return PlacedModel(module.policy, module)
 
     def place_frozen(self, model: PreTrainedModel) -> PlacedModel:
-        """Distribute a reference model."""
         return PlacedModel.local(model)
 
     def optimizer(
         self, policy: Iterable[nn.Parameter], critic: Iterable[nn.Parameter], rates: tuple[float, float]
     ) -> Optimizer:
-        """The optimizer of the placed parameters."""
         return Optimizer(policy, critic, self.config, rates, self.ranks)
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -107,7 +77,7 @@ class Strategy:
         """The whole parameter, gathered by all ranks together."""
         return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
-    def gradients(self, learner: LearnerState) -> Iterator[tuple[str, Tensor]]:
+    def gradients(self, learner: Learner) -> Iterator[tuple[str, Tensor]]:
         """All summed gradients, gathered by all ranks together."""
         for name, parameter, master in learner.trained_parameters():
             gradient = parameter.grad if isinstance(parameter, DTensor) and parameter.grad is not None else master.grad
@@ -115,7 +85,7 @@ class Strategy:
                 gradient = torch.zeros_like(parameter)
             yield name, self.full_tensor(as_shard(gradient, parameter))
 
-    def state(self, learner: LearnerState) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    def state(self, learner: Learner) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """This rank's shard of the trained weights in float32 and of their moments; not copies."""
         optimizer = learner.optimizer
         for name, parameter, master in learner.trained_parameters():
@@ -125,7 +95,7 @@ class Strategy:
             shards = {key: as_shard(part, parameter) for key, part in ({"value": value} | moments).items()}
             yield name, shards | {"step": moments["step"].reshape(())}
 
-    def empty_state(self, learner: LearnerState) -> State:
+    def empty_state(self, learner: Learner) -> State:
         """Zeros in the form of `state`, in host memory."""
         return {
             name: {
@@ -134,7 +104,7 @@ class Strategy:
             for name, parts in self.state(learner)
         }
 
-    def load_state(self, learner: LearnerState, state: State) -> None:
+    def load_state(self, learner: Learner, state: State) -> None:
         """Set weights and moments, from shards in the form of `empty_state` or from whole tensors."""
         optimizer, moments = learner.optimizer, dict[int, dict[str, Tensor]]()
         with torch.no_grad():
@@ -143,20 +113,16 @@ class Strategy:
                 value = shards.pop("value")
                 optimizer.master_weights_of(name).value(master).copy_(value)
                 local_shard(parameter).copy_(value)
-                moments[number] = {key: part.clone() for key, part in shards.items()}
+                if shards:
+                    moments[number] = {key: part.clone() for key, part in shards.items()}
         optimizer.load_moments(moments)
 
 
-class ReplicatedStrategy(Strategy):
-    """Every rank holds everything (`ddp`)."""
-
-
 def unsupported(strategy: str, reason: str, instead: str) -> ConfigError:
-    """The error for a model that a strategy does not support."""
     return ConfigError(f"learner.strategy={strategy}: {reason}. Write {instead}.")
 
 
-def optimizer_order(learner: LearnerState) -> list[tuple[str, Any, Any]]:
+def optimizer_order(learner: Learner) -> list[tuple[str, Any, Any]]:
     """The trained parameters in AdamW's order: policy before critic, matrices before vectors (no weight decay)."""
     return sorted(
         learner.trained_parameters(), key=lambda one: (one[0].startswith("critic."), len(full_shape(one[1])) <= 1)
@@ -170,7 +136,6 @@ def full_shape(parameter: Tensor) -> torch.Size:
 
 
 def shard_of(whole: Tensor, parameter: Tensor) -> Tensor:
-    """The part of a whole tensor that corresponds to this rank's shard of the parameter; shards are returned as is."""
     if not isinstance(parameter, DTensor) or isinstance(whole, DTensor) or whole.ndim == 0:
         return whole
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)

@@ -2,7 +2,6 @@
 
 text_measures.py    Conversations as turns and exchanges; measures of text
 text_reward.py      Base classes: `RewardFunction`, `@reward_function`, `TextReward` with judge or model
-library_rewards.py  Helpfulness, conciseness, engagement, variety, safety, correctness, task completion
-domain_rewards.py   Customer service, technical support, sales
+library_rewards.py  Helpfulness, conciseness, engagement, variety, safety, correctness, completion; three domains
 composite.py        Combinations of rewards: weighted sum, minimum, product
 """

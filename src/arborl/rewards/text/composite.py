@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from arborl.errors import boundary, did_you_mean
@@ -38,12 +39,11 @@ class RewardCombination(RewardFunction):
     """
 
     def __init__(self, parts: Sequence[RewardPart], weight: float, name: str | None):
-        super().__init__(weight, name)
+        super().__init__(weight, name or "")
         if not parts:
             raise ValueError(f"{self.name}: there are no rewards; give at least one, as [HelpfulnessReward()]")
-        names = [part.name for part in parts]
-        for one in names:
-            if names.count(one) > 1:
+        for one, count in Counter(part.name for part in parts).items():
+            if count > 1:
                 raise ValueError(f"{self.name}: two rewards have the name {one!r}; give one of them name='…'")
         if not any(part.weight for part in parts):
             raise ValueError(f"{self.name}: all weights are 0; give at least one positive weight")
@@ -57,26 +57,26 @@ class RewardCombination(RewardFunction):
         """The score of one conversation; group rewards have no other episodes to compare with."""
         turns, context = as_turns(turns), context or {}
 
-        async def compute(part: RewardPart) -> Any:
-            if isinstance(part.reward, RewardFunction):
-                result = await part.reward.compute_reward(turns, context)
+        async def compute(reward: Any) -> Any:
+            if isinstance(reward, RewardFunction):
+                result = await reward.compute_reward(turns, context)
                 return result.score if isinstance(result, RewardResult) else result
-            return await call(part.reward, episode_of(turns, context))
+            return await call(reward, episode_of(turns, context))
 
-        scores = {part.name: await self._value(part, compute) for part in self.parts}
+        scores = await self._scores(compute)
         return RewardResult(self.combine(scores), scores)
 
     async def __call__(self, episode: Episode) -> float:
-        async def compute(part: RewardPart) -> Any:
-            return await call(part.reward, episode)
-
-        scores = {part.name: await self._value(part, compute) for part in self.parts}
+        scores = await self._scores(lambda reward: call(reward, episode))
         episode.metrics |= as_finite_numbers(f"reward/{self.name}", scores)
         return self.combine(scores)
 
-    async def _value(self, part: RewardPart, compute: Any) -> float:
-        async with boundary(f"reward {f'{self.name}/{part.name}'!r}"):
-            return sum(as_finite_numbers(part.name, await compute(part)).values())
+    async def _scores(self, compute: Callable[[Any], Awaitable[Any]]) -> dict[str, float]:
+        scores = {}
+        for part in self.parts:
+            async with boundary(f"reward {f'{self.name}/{part.name}'!r}"):
+                scores[part.name] = sum(as_finite_numbers(part.name, await compute(part.reward)).values())
+        return scores
 
 
 class CompositeReward(RewardCombination):
@@ -95,10 +95,8 @@ class CompositeReward(RewardCombination):
         label = name or "composite"
         if isinstance(rewards, str | Mapping) or not isinstance(rewards, Sequence):
             raise ValueError(f"{label}.rewards={rewards!r}: give a list of rewards")
-        parts = []
-        for i, one in enumerate(rewards):
-            factor = one.get("weight", 1.0) if isinstance(one, Mapping) else 1.0
-            parts.append(_part(one, factor, None, f"{label}.rewards.{i}"))
+        factors = [one.get("weight", 1.0) if isinstance(one, Mapping) else 1.0 for one in rewards]
+        parts = [_part(one, factors[i], None, f"{label}.rewards.{i}") for i, one in enumerate(rewards)]
         super().__init__(parts, weight, name)
 
     def combine(self, scores: Mapping[str, float]) -> float:
@@ -153,7 +151,10 @@ class MultiObjectiveReward(RewardCombination):
             return min(score for _, score in scaled)
         if self.aggregation == "weighted_sum":
             return sum(part.weight / total * score for part, score in scaled)
-        return math.prod(_power(part, score, part.weight / total) for part, score in scaled)
+        for part, score in scaled:
+            if score < 0:
+                raise ValueError(f"objective {part.name!r} gave {score:g}; a product needs scores of at least 0")
+        return math.prod(score ** (part.weight / total) for part, score in scaled)
 
     def _scaled(self, part: RewardPart, score: float) -> float:
         if not self.normalize:
@@ -166,19 +167,10 @@ class MultiObjectiveReward(RewardCombination):
         return min(max((score - part.low) / (part.high - part.low), 0.0), 1.0)
 
 
-def _power(part: RewardPart, score: float, weight: float) -> float:
-    if score < 0:
-        raise ValueError(f"objective {part.name!r} gave {score:g}; a product needs scores of at least 0")
-    return float(score**weight)
-
-
 def _objective(objective: Any, where: str) -> RewardPart:
     if not isinstance(objective, Mapping) or "reward" not in objective:
         raise ValueError(f"{where}={objective!r}: give a mapping with {', '.join(OBJECTIVE_KEYS)}")
-    for key in objective:
-        if key not in OBJECTIVE_KEYS:
-            near = did_you_mean(key, OBJECTIVE_KEYS)
-            raise ValueError(f"{where}.{key}: unknown key.{near} An objective has: {', '.join(OBJECTIVE_KEYS)}")
+    _check_keys(objective, OBJECTIVE_KEYS, where)
     part = _part(objective["reward"], objective.get("weight", 1.0), objective.get("name"), where)
     span = objective.get("range", (0.0, 1.0))
     if not isinstance(span, Sequence) or isinstance(span, str) or len(span) != 2:
@@ -189,8 +181,13 @@ def _objective(objective: Any, where: str) -> RewardPart:
     return part._replace(low=low, high=high)
 
 
+def _check_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    for key in given:
+        if key not in known:
+            raise ValueError(f"{where}.{key}: unknown key.{did_you_mean(key, known)} Known: {', '.join(known)}")
+
+
 def _part(spec: Any, weight: Any, name: str | None, where: str) -> RewardPart:
-    """A reward with its name and weight."""
     factor = finite(weight, f"{where}.weight", 0)
     reward = _make_reward(spec, where)
     reward_weight = finite(getattr(reward, "weight", 1.0), f"{where}.weight", 0)
@@ -204,9 +201,7 @@ def _make_reward(spec: Any, where: str) -> Reward:
     if isinstance(spec, str):
         return find_reward(spec, {}, where)
     if isinstance(spec, Mapping):
-        for key in spec:
-            if key not in ("name", "weight", "args"):
-                raise ValueError(f"{where}.{key}: unknown key. A reward has: name, weight, args")
+        _check_keys(spec, ("name", "weight", "args"), where)
         return find_reward(str(spec.get("name")), spec.get("args") or {}, f"{where}.args")
     if inspect.isclass(spec):
         raise ValueError(f"{where}: {spec.__name__} is a class; give {spec.__name__}()")

@@ -45,7 +45,6 @@ class Exchange:
 
 
 def turns_of(episode: Episode) -> list[ConversationTurn]:
-    """All messages of an episode, in order."""
     turns = [as_turn(message) for message in episode.opening]
     for turn in episode.turns:
         turns.append(as_turn(turn.message, turn.reward))
@@ -67,7 +66,6 @@ def as_turns(turns: Sequence[ConversationTurn | Mapping[str, Any]]) -> list[Conv
 
 
 def episode_of(turns: Sequence[ConversationTurn], fields: Mapping[str, Any]) -> Episode:
-    """An episode with these turns."""
     starts = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
     messages = [Message(cast(Role, turn.role), turn.content) for turn in turns]
     opening = tuple(messages[: starts[0]] if starts else messages)
@@ -78,11 +76,7 @@ def episode_of(turns: Sequence[ConversationTurn], fields: Mapping[str, Any]) -> 
 
 
 def exchanges(turns: Sequence[ConversationTurn]) -> list[Exchange]:
-    """The conversation as pairs of user message and reply, without a final user message that has no reply.
-
-    Example (user: Hi. Are you there? assistant: Yes.  user: Good.):
-        [Exchange("Hi. Are you there?", "Yes.")]
-    """
+    """The conversation as pairs of user message and reply, without a final user message that has no reply."""
     pairs: list[Exchange] = []
     user: list[str] = []
     replies: list[str] | None = None
@@ -101,11 +95,7 @@ def exchanges(turns: Sequence[ConversationTurn]) -> list[Exchange]:
 
 
 def without_thinking(text: str) -> str:
-    """A reply without its thinking; empty if the thinking does not end.
-
-    Example:
-        without_thinking("<think>Hm.</think> Yes.")      # 'Yes.'
-    """
+    """A reply without its thinking; empty if the thinking does not end."""
     text = text.rpartition(THINK_CLOSE)[2]
     return text.partition(THINK_OPEN)[0].strip()
 
@@ -125,11 +115,7 @@ MAX_CHARS = 20_000
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words; a character of a script without spaces is one.
-
-    Example:
-        words("Don't panic: 東京!")      # ["don't", 'panic', '東', '京']
-    """
+    """Lower-case words; a character of a script without spaces is one."""
     return WORD.findall(unicodedata.normalize("NFKC", text[:MAX_CHARS]).casefold())
 
 
@@ -145,7 +131,6 @@ def length(text: str) -> float:
 
 
 def sentences(text: str) -> list[str]:
-    """Sentences with their final punctuation."""
     text, parts, start = text[:MAX_CHARS], [], 0
     for end in [*(match.end() for match in SENTENCE.finditer(text)), len(text)]:
         if sentence := text[start:end].strip():
@@ -196,7 +181,6 @@ def function_word_score(tokens: Sequence[str]) -> float:
 
 
 def prose_score(text: str) -> float:
-    """`lexical_variety` times `function_word_score` of the text outside code."""
     tokens = words(without_code(text))
     return lexical_variety(tokens) * function_word_score(tokens)
 
@@ -208,7 +192,6 @@ def word_ngrams(text: str, size: int = 3) -> set[tuple[str, ...]]:
 
 
 def jaccard(one: set[tuple[str, ...]], other: set[tuple[str, ...]]) -> float:
-    """Jaccard similarity of two sets."""
     return len(one & other) / len(one | other) if one and other else 0.0
 
 

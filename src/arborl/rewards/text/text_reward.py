@@ -16,14 +16,7 @@ from arborl.registry import call_checked
 from arborl.rewards import find_reward
 from arborl.rewards.judge import ChatEndpoint
 from arborl.rewards.reward import as_finite_numbers
-from arborl.rewards.text.text_measures import (
-    ConversationTurn,
-    Exchange,
-    as_turns,
-    episode_of,
-    exchanges,
-    turns_of,
-)
+from arborl.rewards.text.text_measures import ConversationTurn, Exchange, as_turns, episode_of, exchanges, turns_of
 from arborl.rewards.threaded_calls import call
 from arborl.types import Episode
 
@@ -41,12 +34,10 @@ class RewardResult:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class RewardFunction(ABC):
     """Base class of rewards that read turns. Override `compute_reward`.
 
-    Args:
-        weight: of this reward.
-        name: in metrics; by default the name of the class.
 
     Example:
         class Short(RewardFunction):
@@ -54,9 +45,14 @@ class RewardFunction(ABC):
                 return RewardResult(1.0 if len(turns[-1].content) < 200 else 0.0)
     """
 
-    def __init__(self, weight: float = 1.0, name: str | None = None):
-        self.name = name or _snake(type(self).__name__.removesuffix("Reward"))
-        self.weight = finite(weight, f"{self.name}.weight")
+    weight: float = 1.0
+    """Of this reward."""
+    name: str = ""
+    """In metrics; by default the name of the class."""
+
+    def __post_init__(self) -> None:
+        self.name = self.name or re.sub(r"(?<!^)([A-Z])", r"_\1", type(self).__name__.removesuffix("Reward")).lower()
+        self.weight = finite(self.weight, f"{self.name}.weight")
 
     @abstractmethod
     async def compute_reward(self, turns: Turns, context: Context | None = None) -> RewardResult | float:
@@ -73,7 +69,7 @@ class RewardFunction(ABC):
 
 
 class _TurnFunctionReward(RewardFunction):
-    def __init__(self, function: Callable[..., Any], weight: float, name: str | None):
+    def __init__(self, function: Callable[..., Any], weight: float = 1.0, name: str | None = None):
         super().__init__(weight, name or function.__name__)
         self.function = function
         functools.update_wrapper(self, function, updated=())
@@ -97,7 +93,7 @@ def reward_function(
             return float(any("thank" in turn.content.lower() for turn in turns if turn.role == "assistant"))
     """
     if callable(weight):
-        return _TurnFunctionReward(weight, 1.0, name)
+        return _TurnFunctionReward(weight)
     return functools.partial(_TurnFunctionReward, weight=weight, name=name)
 
 
@@ -107,10 +103,6 @@ def finite(value: Any, where: str, least: float = -math.inf) -> float:
         kind = "a finite number" if least == -math.inf else f"a finite number, {least:g} or more"
         raise ValueError(f"{where}={value!r}: give {kind}")
     return float(value)
-
-
-def _snake(name: str) -> str:
-    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).strip("_")
 
 
 # -------------------------------------------------------------------------------------------- measures, judges, models
@@ -134,83 +126,64 @@ MAX_CACHED = 4096
 JUDGE_FIELDS = ("goal", "expected", "answer", "expect")
 """Fields of the task in the judge's prompt."""
 
-JudgeSpec = Mapping[str, Any] | Callable[[str], str | Awaitable[str]]
+JudgeSpec = Mapping[str, Any] | Callable[[str], str | Awaitable[str]] | None
 
 
+@dataclass(eq=False)
 class TextReward(RewardFunction):
-    """Base class of the library's rewards: a measure from 0 to 1, which a judge or a reward model may replace.
-
-    Args:
-        weight: of this reward.
-        name: in metrics; by default the name of the class.
-        judge: a language model scores instead, with this reward's rubric: arguments of `ChatEndpoint` (`{"model": …,
-            "base_url": …}`; `{}` uses `OPENAI_MODEL` and `OPENAI_BASE_URL`), or a sync or async function from a prompt
-            to a reply. Its score 0 to 10 becomes 0 to 1. If it fails or gives no number, the episode fails.
-        model: folder of a reward model that scores instead, through the logistic function.
-    """
+    """Base class of the library's rewards: a measure from 0 to 1, which a judge or a reward model may replace."""
 
     rubric: ClassVar[str] = ""
     """Criteria in the judge's prompt."""
 
-    def __init__(
-        self, weight: float = 1.0, name: str | None = None, judge: JudgeSpec | None = None, model: str | None = None
-    ):
-        super().__init__(weight, name)
-        if judge is not None and model is not None:
+    judge: JudgeSpec = None
+    """A language model scores instead, with this reward's rubric: arguments of `ChatEndpoint` (`{"model": …,
+    "base_url": …}`; `{}` uses `OPENAI_MODEL` and `OPENAI_BASE_URL`), or a sync or async function from a prompt to a
+    reply. Its score 0 to 10 becomes 0 to 1. If it fails or gives no number, the episode fails."""
+    model: str | None = None
+    """Folder of a reward model that scores instead, through the logistic function."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.judge is not None and self.model is not None:
             raise ValueError(f"{self.name}: give judge or model, not both")
-        self.judge = None if judge is None else _CachedJudge(_completion_function(judge, self.name))
-        self.model = None if model is None else find_reward("reward_model", {"path": str(model)}, f"{self.name}.model")
+        self._judge = None if self.judge is None else _completion_function(self.judge, self.name)
+        self._verdicts: dict[str, float] = {}
+        args, where = {"path": str(self.model)}, f"{self.name}.model"
+        self._model = None if self.model is None else find_reward("reward_model", args, where)
 
     async def compute_reward(self, turns: Turns, context: Context | None = None) -> RewardResult:
         turns, context = as_turns(turns), context or {}
         pairs = exchanges(turns)
         if not any(one.reply for one in pairs):
             return RewardResult(0.0, metadata={"why": "there is no reply"})
-        if self.judge is not None:
-            return RewardResult(await self.judge.score(self.rubric, turns, context))
-        if self.model is not None:
-            raw = sum(as_finite_numbers(self.name, await self.model(episode_of(turns, context))).values())
+        if self._judge is not None:
+            return RewardResult(await self._verdict(self._judge, turns, context))
+        if self._model is not None:
+            raw = sum(as_finite_numbers(self.name, await self._model(episode_of(turns, context))).values())
             return RewardResult(0.5 + 0.5 * math.tanh(raw / 2), metadata={"raw": raw})
         return self.measure(pairs, context)
+
+    async def _verdict(self, judge: Callable[[str], Any], turns: Turns, context: Context) -> float:
+        """The judge's score; the same conversation is not judged twice."""
+        fields = "".join(f"{key}: {context[key]}\n" for key in JUDGE_FIELDS if context.get(key))
+        text = "\n".join(f"{turn.role}: {turn.content.replace(SEPARATOR, '= ' * 10)}" for turn in turns)
+        known = f"What is known about the task:\n{fields}\n" if fields else ""
+        prompt = JUDGE_PROMPT.format(rubric=self.rubric, known=known, line=SEPARATOR, conversation=text)
+        if prompt not in self._verdicts:
+            verdict = read_verdict(await call(judge, prompt))
+            while len(self._verdicts) >= MAX_CACHED:
+                self._verdicts.pop(next(iter(self._verdicts)))
+            self._verdicts[prompt] = verdict
+        return self._verdicts[prompt]
 
     @abstractmethod
     def measure(self, exchanges: Sequence[Exchange], context: Context) -> RewardResult:
         """The reward without a judge or model. At least one reply is not empty."""
 
 
-def mean_result(per_reply: Sequence[Mapping[str, float]], total: str = "score") -> RewardResult:
-    """The mean over replies of the score and of each part."""
-    means = {key: sum(one[key] for one in per_reply) / len(per_reply) for key in per_reply[0]}
-    score = means.pop(total)
-    return RewardResult(score, means, {"scores": [one[total] for one in per_reply]})
-
-
-class _CachedJudge:
-    """Scores of a judge. The same conversation is not judged twice."""
-
-    def __init__(self, complete: Callable[[str], Any]):
-        self.complete = complete
-        self.cache: dict[str, float] = {}
-
-    async def score(self, rubric: str, turns: Sequence[ConversationTurn], context: Context) -> float:
-        fields = "".join(f"{key}: {context[key]}\n" for key in JUDGE_FIELDS if context.get(key))
-        text = "\n".join(f"{turn.role}: {turn.content.replace(SEPARATOR, '= ' * 10)}" for turn in turns)
-        known = f"What is known about the task:\n{fields}\n" if fields else ""
-        prompt = JUDGE_PROMPT.format(rubric=rubric, known=known, line=SEPARATOR, conversation=text)
-        if prompt not in self.cache:
-            verdict = read_verdict(await call(self.complete, prompt))
-            while len(self.cache) >= MAX_CACHED:
-                self.cache.pop(next(iter(self.cache)))
-            self.cache[prompt] = verdict
-        return self.cache[prompt]
-
-
 def read_verdict(text: str) -> float:
-    r"""The last boxed number of a judge, 0 to 10, divided by 10.
-
-    Example:
-        read_verdict(r"Polite, but vague. \boxed{6}")      # 0.6
-    """
+    r"""The last boxed number of a judge, 0 to 10, divided by 10."""
     scores = BOXED.findall(str(text))
     if not scores or not 0 <= float(scores[-1]) <= 10:
         raise ValueError(f"the judge gave no number from 0 to 10: {str(text)[-200:]!r}")
@@ -220,7 +193,7 @@ def read_verdict(text: str) -> float:
 def _completion_function(judge: Any, name: str) -> Callable[[str], Any]:
     if isinstance(judge, Mapping):
         endpoint: ChatEndpoint = call_checked(ChatEndpoint, judge, f"{name}.judge")
-        return endpoint
+        return endpoint.complete
     if callable(judge) and not inspect.isclass(judge):
         return judge  # type: ignore[no-any-return]
     raise ValueError(

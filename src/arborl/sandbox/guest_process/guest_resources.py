@@ -10,11 +10,9 @@ import os
 import time
 
 MOUNT = "/sys/fs/cgroup"
-MEMORY_OVERHEAD = 64 * 2**20
-"""Bytes for the interpreter's pages, page tables and kernel structures."""
+MEMORY_OVERHEAD = 64 * 2**20  # bytes for the interpreter's pages, page tables and kernel structures
 
-START_SECONDS = 60
-"""A group of this age without processes belongs to a guest that has ended."""
+START_SECONDS = 60  # A group of this age without processes belongs to a guest that has ended
 
 
 def make_cgroup(name: str, limit: int, mount: str = MOUNT, own: str = "/proc/self/cgroup") -> str:
@@ -56,18 +54,16 @@ def _parent(mount: str, own: str) -> str:
 def remove_old_cgroups(parent: str, prefix: str) -> None:
     """Remove groups of killed supervisors. A group with processes cannot be removed."""
     with os.scandir(parent) as entries:
-        for open_cgroup in entries:
-            if open_cgroup.name.startswith(f"{prefix}-") and time.time() - open_cgroup.stat().st_mtime > START_SECONDS:
-                remove_cgroup(open_cgroup.path)
+        for group in entries:
+            if group.name.startswith(f"{prefix}-") and time.time() - group.stat().st_mtime > START_SECONDS:
+                remove_cgroup(group.path)
 
 
 def open_cgroup(folder: str) -> int:
-    """A descriptor for entering the group: the process writes 0 to it."""
     return os.open(f"{folder}/cgroup.procs", os.O_WRONLY)
 
 
 def is_out_of_memory(folder: str) -> bool:
-    """Whether the kernel killed a process of the group at the memory limit."""
     for name in ("memory.events", "memory.oom_control"):
         try:
             with open(f"{folder}/{name}") as file:
@@ -94,10 +90,8 @@ OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def remove_folder(folder: str) -> None:
-    """Remove the folder of a guest without a separate file system.
-
-    It walks by descriptor, one open at a time, without long paths or recursion, so any depth works. Errors are ignored.
-    """
+    """Remove the folder of a guest without a separate file system. It walks by descriptor, one open at a time, without
+    long paths or recursion, so any depth works. Errors are ignored."""
     try:
         os.rmdir(folder)  # usually empty
         return

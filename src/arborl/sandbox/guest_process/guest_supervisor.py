@@ -22,8 +22,7 @@ import restrictions
 
 HOST_PIPE, CONTROL = 0, interpreter.CONTROL
 SIGKILL = 9
-OUT_OF_MEMORY = 250
-"""Exit code when the kernel killed a process of the guest at the cgroup's memory limit."""
+OUT_OF_MEMORY = 250  # exit code when the kernel killed a process of the guest at the cgroup's memory limit
 
 
 def main() -> None:
@@ -60,7 +59,6 @@ def main() -> None:
 
 
 def report_failure(error: OSError) -> None:
-    """Send the reason to the host and exit."""
     interpreter.send(interpreter.GREETING, interpreter.FAILED, f"{error.strerror or error}")
     os._exit(1)
 
@@ -94,16 +92,8 @@ def start_bubblewrap(plan: dict) -> int:
     command += ["--perms", "1777", "--size", str(plan["disk"])]
     command += ["--tmpfs", plan["home"], "--remount-ro", "/dev"]
     command += [] if any(path.startswith("/tmp/") for path in bound) else ["--symlink", plan["home"], "/tmp"]
-    command += [
-        "--remount-ro",
-        "/",
-        "--chdir",
-        plan["home"],
-        plan["python"],
-        "-I",
-        "-S",
-        "/guest_process/interpreter.py",
-    ]
+    command += ["--remount-ro", "/", "--chdir", plan["home"]]
+    command += [plan["python"], "-I", "-S", "/guest_process/interpreter.py"]
     child = os.fork()
     if child == 0:
         detach_from_host(plan)
@@ -186,7 +176,6 @@ def run_interpreter(plan: dict, applied: list[str]) -> None:
 
 
 def environment(plan: dict) -> dict[str, str]:
-    """Environment variables of the guest."""
     return {"PATH": "/usr/bin:/bin", "HOME": plan["home"], "TMPDIR": plan["home"], "LANG": "C.UTF-8"}
 
 

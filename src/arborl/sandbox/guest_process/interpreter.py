@@ -19,7 +19,6 @@ GREETING = bytes(16)
 
 
 def send(token: bytes, kind: int, *texts: str) -> None:
-    """Send a response: token, kind, and each text with its length."""
     parts = [token, struct.pack("<B", kind)]
     for text in texts:
         data = text.encode("utf-8", "replace")[:1_000_000]
@@ -31,7 +30,6 @@ def send(token: bytes, kind: int, *texts: str) -> None:
 
 
 def receive() -> dict | None:
-    """The next request; None at the end."""
     head = read(4)
     return marshal.loads(read(struct.unpack("<I", head)[0])) if head else None
 
@@ -47,7 +45,6 @@ def read(count: int) -> bytes:
 
 
 def serve(plan: dict, applied: list[str]) -> None:
-    """Run requests until the host closes the connection."""
     kind = type(sys)
     main = kind("__main__")
     sys.modules["__main__"] = main
@@ -112,7 +109,6 @@ def write_traceback(raised: BaseException, code: str, label: str) -> str:
 
 
 def set_stdin(text: str) -> None:
-    """Make `text` the standard input, also of descriptor 0."""
     try:  # noqa: SIM105
         sys.stdin.close()
     except BaseException:

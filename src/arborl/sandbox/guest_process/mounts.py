@@ -7,15 +7,8 @@ import os
 
 from restrictions import libc
 
-NEW_MOUNTS, NEW_CGROUP, NEW_NAMES, NEW_IPC, NEW_USERS, NEW_PIDS, NEW_NETWORK = (
-    0x00020000,
-    0x02000000,
-    0x04000000,
-    0x08000000,
-    0x10000000,
-    0x20000000,
-    0x40000000,
-)
+NEW_MOUNTS, NEW_CGROUP, NEW_NAMES, NEW_IPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
+NEW_USERS, NEW_PIDS, NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 OUTER = NEW_CGROUP | NEW_NAMES | NEW_IPC | NEW_PIDS | NEW_NETWORK
 READ_ONLY, NO_SUID, NO_DEVICES, NO_EXECUTE, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
 DETACH = 2
@@ -35,10 +28,8 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def unshare_namespaces() -> bool:
-    """Create name spaces (processes: for the next child; files: see `mount_root`). Returns whether as root.
-
-    Root needs no user name space, and its guest becomes another user; other users are root in a user name space.
-    """
+    """Create name spaces (processes: for the next child; files: see `mount_root`). Returns whether as root. Root needs
+    no user name space, and its guest becomes another user; other users are root in a user name space."""
     uid, gid = os.getuid(), os.getgid()
     if uid == 0 and libc.unshare(OUTER) == 0:
         return True
@@ -57,7 +48,6 @@ def bind(source: str, target: str) -> None:
 
 
 def mount_root(root: str, plan: dict, owner: int) -> None:
-    """Build the file system under `root`, an empty folder, and make it the root."""
     check(libc.unshare(NEW_MOUNTS), "unshare")
     mount("none", "/", "none", RECURSIVE | PRIVATE)
     mount("tmpfs", root, "tmpfs", NO_SUID | NO_DEVICES, "size=1m,mode=0755")
@@ -94,7 +84,6 @@ def package_paths(plan: dict) -> list[str]:
 
 
 def expose(path: str, target: str) -> None:
-    """A folder or file read-only; a symbolic link as the same link."""
     if not os.path.lexists(path) or os.path.lexists(target):
         return
     os.makedirs(os.path.dirname(target), exist_ok=True)

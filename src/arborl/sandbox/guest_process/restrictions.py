@@ -53,8 +53,7 @@ def drop_user(uid: int) -> None:
 
 def choose_user(uid: int, folders: list[str], home: str) -> int:
     """The user of root's guest on root's file system, with `home` as its folder: `uid`, or `OVERFLOW_UID` in a
-    container without that id; 0 if neither can read `folders`.
-    """
+    container without that id; 0 if neither can read `folders`."""
     for candidate in (uid, OVERFLOW_UID):
         os.chown(home, candidate, candidate)
         child = os.fork()
@@ -73,7 +72,6 @@ def choose_user(uid: int, folders: list[str], home: str) -> int:
 
 
 def drop_capabilities() -> None:
-    """Drop all capabilities permanently."""
     for capability in range(64):
         if libc.prctl(DROP_BOUND, ctypes.c_ulong(capability), 0, 0, 0):
             break

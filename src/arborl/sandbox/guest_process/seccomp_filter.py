@@ -10,8 +10,7 @@ import ctypes
 import os
 import struct
 
-Numbers = tuple[int | None, int | None]
-"""Call number on (x86_64, aarch64); None if it does not exist."""
+Numbers = tuple[int | None, int | None]  # call number on (x86_64, aarch64); None if it does not exist
 
 # fmt: off
 ALLOWED: dict[str, Numbers] = {
@@ -122,17 +121,11 @@ PRETEND_SUCCESS: BpfInstruction = (RETURN, 0, 0, ERROR)  # error 0: the caller s
 
 
 def supported() -> bool:
-    """Whether the tables contain this architecture."""
     return os.uname().machine in MACHINES
 
 
 def filter_program(alone: bool, pid: int) -> list[BpfInstruction]:
-    """The filter as BPF instructions `(code, jump if true, jump if false, k)`.
-
-    Args:
-        alone: without name spaces: no other processes and no metadata of files.
-        pid: process id of the guest.
-    """
+    """The filter as BPF instructions `(code, jump if true, jump if false, k)`."""
     column, architecture = MACHINES[os.uname().machine]
     code = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
     code += [(AT_LEAST, 0, 1, 0x40000000), DENY]  # x32 calls
@@ -150,13 +143,10 @@ def filter_program(alone: bool, pid: int) -> list[BpfInstruction]:
 
 
 def _argument_checks(alone: bool, pid: int) -> dict[str, list[BpfInstruction]]:
-    """Argument checks of the calls in `CHECKED`.
-
-    `clone3` has its flags in memory, which a filter cannot read; it is not allowed, and the C library falls back to
-    `clone`. Threads must share their descriptors: separate tables are not listed in /proc. Socket pairs must be
-    streams, which cannot send to another address. `sendmsg` is not allowed: descriptors in
-    transit are not listed in /proc.
-    """
+    """Argument checks of the calls in `CHECKED`. `clone3` has its flags in memory, which a filter cannot read; it is
+    not allowed, and the C library falls back to `clone`. Threads must share their descriptors: separate tables are not
+    listed in /proc. Socket pairs must be streams, which cannot send to another address. `sendmsg` is not allowed:
+    descriptors in transit are not listed in /proc."""
     own_process = [_load(0), (EQUAL, 1, 0, 0), DENY, *_one_of(1, (0, pid), DENY)] if alone else [PERMIT]
     thread = [(ANY_BIT, 0, 1, SHARED_DESCRIPTORS), PERMIT, DENY]
     return {
@@ -188,11 +178,7 @@ def _if_equal(value: int | None, block: list[BpfInstruction]) -> list[BpfInstruc
 
 
 def _one_of(argument: int, values: tuple[int, ...], otherwise: BpfInstruction | None = None) -> list[BpfInstruction]:
-    """Allow the call if the argument is one of the values."""
-    code = [
-        _load(argument),
-        *(line for value in values for line in _if_equal(value, [PERMIT])),
-    ]
+    code = [_load(argument), *(line for value in values for line in _if_equal(value, [PERMIT]))]
     return code if otherwise is None else [*code, otherwise]
 
 

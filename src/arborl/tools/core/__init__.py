@@ -9,5 +9,4 @@ In reading order:
     background_threads.py  Plain functions in threads, and a count of those that hang
     json_bounds.py         Bounds of untrusted JSON, checked before parsing
     rate_limit.py          A rate limit over processes and machines
-    call_policy.py         Rate limit, concurrency limit, timeout and retries of a tool
 """

@@ -6,19 +6,21 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
-from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 from arborl.errors import did_you_mean
 from arborl.tools.core.json_bounds import load_json
 
 MAX_NAMED_ERRORS = 8
-"""Maximum number of arguments that an error names."""
+SECTION = re.compile(
+    r"(Args|Arguments|Parameters|Returns?|Yields?|Raises|Examples?|Notes?|Attributes|See Also|Warnings?):\s*$"
+)
+ENTRY = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 
 
 class ArgumentError(ValueError):
@@ -26,14 +28,7 @@ class ArgumentError(ValueError):
 
 
 class ToolArguments:
-    """Arguments of a tool.
-
-    Example:
-        takes = Arguments("add", inspect.signature(add).parameters.values(), {"a": "the first number"})
-        arguments.schema                        # {"type": "object", "properties": {"a": {"type": "integer", …}}, …}
-        arguments.check({"a": "3"})             # {"a": 3}
-        arguments.check({})                     # ArgumentError: add: argument 'a' is missing; it takes a (integer)
-    """
+    """Arguments of a tool: `schema` for the model, `check` for its calls."""
 
     def __init__(self, name: str, parameters: Sequence[inspect.Parameter], descriptions: Mapping[str, str]):
         self.name = name
@@ -41,22 +36,19 @@ class ToolArguments:
         self.schema = _simplify(self.model.model_json_schema(schema_generator=_CompactSchema))
 
     def check(self, arguments: Any) -> dict[str, Any]:
-        """The arguments converted to the signature's types; without defaults.
-
-        A text in place of another type is parsed as JSON: some call formats write every value as text.
-        """
-        if not isinstance(arguments, Mapping):
-            raise ArgumentError(f"{self.name}: the arguments are {_short(arguments)}, not an object; {self.usage()}")
+        """The arguments converted to the signature's types; without defaults. A text in place of another type is parsed
+        as JSON: some call formats write every value as text."""
         try:
+            if not isinstance(arguments, Mapping):
+                raise ValueError(f"the arguments are {_short(arguments)}, not an object")
             parsed = self._validate(arguments)
-        except ValidationError as error:
-            raise ArgumentError(f"{self.name}: {self._error_text(error)}; {self.usage()}") from error
-        except Exception as error:  # raised by a custom validator
-            raise ArgumentError(f"{self.name}: {type(error).__name__}: {error}; {self.usage()}") from error
+        except Exception as error:  # a custom validator may raise anything
+            text = self._error_text(error) if isinstance(error, ValidationError) else str(error)
+            named = type(error) in (ValidationError, ValueError)
+            reason = text if named else f"{type(error).__name__}: {text}"
+            raise ArgumentError(f"{self.name}: {reason}; {self.usage()}") from error
         fields = type(parsed).model_fields
-        return {
-            str(fields[field].alias): getattr(parsed, field) for field in fields if field in parsed.model_fields_set
-        }
+        return {str(fields[name].alias): getattr(parsed, name) for name in fields if name in parsed.model_fields_set}
 
     def _validate(self, arguments: Mapping[str, Any]) -> BaseModel:
         try:
@@ -102,10 +94,8 @@ class ToolArguments:
 
 def describe_schema(schema: Mapping[str, Any]) -> str:
     """Short description of a JSON schema: `string`, `array of integer`, `'a' or 'b'`, `object with x, y`."""
-    if "enum" in schema:
-        return " or ".join(repr(value) for value in schema["enum"])
-    if "const" in schema:
-        return repr(schema["const"])
+    if "enum" in schema or "const" in schema:
+        return " or ".join(map(repr, schema.get("enum") or [schema["const"]]))
     if "anyOf" in schema:
         return " or ".join(describe_schema(branch) for branch in schema["anyOf"])
     if schema.get("type") == "array" and schema.get("items"):
@@ -116,13 +106,12 @@ def describe_schema(schema: Mapping[str, Any]) -> str:
 
 
 class _CompactSchema(GenerateJsonSchema):
-    """Omits the titles that pydantic generates."""
+    """Omits the titles that pydantic generates, and `default: null`: the argument is absent from `required`."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
 
     def default_schema(self, schema: Any) -> JsonSchemaValue:
-        """Omit `default: null`: the argument is absent from `required`."""
         described = super().default_schema(schema)
         if described.get("default", ...) is None:
             described.pop("default")
@@ -130,17 +119,13 @@ class _CompactSchema(GenerateJsonSchema):
 
 
 def _simplify(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema with `type` first and references inlined."""
     definitions = schema.get("$defs", {})
-    properties = {
-        name: _inline(about, definitions, frozenset()) for name, about in schema.get("properties", {}).items()
-    }
+    properties = {name: _inline(one, definitions, frozenset()) for name, one in schema.get("properties", {}).items()}
     simple: dict[str, Any] = {"type": "object", "properties": properties}
     if "required" in schema:
         simple["required"] = schema["required"]
-    recursive = {name: _inline(about, definitions, frozenset([name])) for name, about in definitions.items()}
     if '"$ref"' in json.dumps(properties, default=str):  # a recursive type stays in the definitions
-        simple["$defs"] = recursive
+        simple["$defs"] = {name: _inline(about, definitions, frozenset([name])) for name, about in definitions.items()}
     return simple
 
 
@@ -164,7 +149,7 @@ def _inline(schema: Any, definitions: Mapping[str, Any], within: frozenset[str])
 
 
 def _model(name: str, parameters: Sequence[inspect.Parameter], descriptions: Mapping[str, str]) -> type[BaseModel]:
-    fields: dict[str, tuple[Any, FieldInfo]] = {}
+    fields: dict[str, Any] = {}
     for index, parameter in enumerate(parameters):
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TypeError(
@@ -181,7 +166,6 @@ def _model(name: str, parameters: Sequence[inspect.Parameter], descriptions: Map
 
 
 def _decode(value: Any) -> Any:
-    """The JSON value of a text, or the value itself."""
     if not isinstance(value, str):
         return value
     try:
@@ -195,29 +179,16 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-# ------------------------------------------------------------------------------------------------ docstrings
-
-SECTION = re.compile(
-    r"(Args|Arguments|Parameters|Returns?|Yields?|Raises|Examples?|Notes?|Attributes|See Also|Warnings?):\s*$"
-)
-ENTRY = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
-
-
 @dataclass(frozen=True, slots=True)
 class Docstring:
     """The parts of a docstring that the model sees."""
 
-    description: str = ""
-    """Text before the first section, as one paragraph."""
-    arguments: dict[str, str] = field(default_factory=dict)
+    description: str
+    arguments: dict[str, str]
 
 
 def parse_docstring(text: str | None) -> Docstring:
-    """Split a Google-style docstring into its description and its `Args:`.
-
-    Example:
-        parse_docstring("Add.\\n\\nArgs:\\n    a: the first\\n        number.").arguments  # {"a": "the first number."}
-    """
+    """Split a Google-style docstring into its description and its `Args:`."""
     description: list[str] = []
     arguments: dict[str, list[str]] = {}
     section, current, depth = "", "", 0

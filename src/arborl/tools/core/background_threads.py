@@ -20,10 +20,8 @@ from typing import Any, ClassVar
 
 log = logging.getLogger(__name__)
 
-MAX_HANGING_CALLS = 32
-"""Maximum number of hanging calls of one name; further calls are refused."""
+MAX_HANGING_CALLS = 32  # maximum number of hanging calls of one name; further calls are refused
 IDLE_SECONDS = 10.0
-"""An idle thread ends after this time."""
 
 
 class TooManyHangingCalls(RuntimeError):
@@ -36,8 +34,7 @@ class AbandonedCalls:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.calls: dict[object, tuple[str, float]] = {}
-        self.full: set[str] = set()
-        """Names whose calls are refused; each is logged once."""
+        self.full: set[str] = set()  # names whose calls are refused; each is logged once
 
     def add(self, call: object, name: str, due: float) -> None:
         """Register a call that is no longer awaited. `due`: its deadline in `time.monotonic()`."""
@@ -45,17 +42,14 @@ class AbandonedCalls:
             self.calls[call] = name, due
 
     def remove(self, call: object) -> None:
-        """The call has returned."""
         with self.lock:
             self.calls.pop(call, None)
 
     def running(self) -> Counter[str]:
-        """Number of registered calls by name."""
         with self.lock:
             return Counter(name for name, _ in self.calls.values())
 
     def hanging(self) -> Counter[str]:
-        """Number of hanging calls by name."""
         now = time.monotonic()
         with self.lock:
             return Counter(name for name, due in self.calls.values() if due <= now)
@@ -73,11 +67,9 @@ class AbandonedCalls:
 
 
 abandoned_calls = AbandonedCalls()
-"""Abandoned calls of `run_in_thread` in this process."""
 
 
 def num_hanging_calls(tool: str) -> int:
-    """Number of hanging calls of a tool."""
     return abandoned_calls.hanging()[f"tool {tool!r}"]
 
 
@@ -94,7 +86,6 @@ class DaemonThread:
 
     @classmethod
     def run(cls, job: Callable[[], None], name: str) -> None:
-        """Run the job in an idle thread, or in a new one."""
         with cls.lock:
             worker = cls.idle.pop() if cls.idle else None
         worker = worker or cls()
@@ -127,18 +118,9 @@ os.register_at_fork(after_in_child=_reset_after_fork)  # a forked process has no
 
 
 async def run_in_thread(function: Callable[[], Any], name: str = "", seconds: float = 30.0) -> Any:
-    """Run `function()` in a daemon thread.
-
-    asyncio's thread pool is not used: functions that never return would fill it and block the end of the event loop.
-
-    Args:
-        function: without arguments.
-        name: name of the call in the count of hanging calls; by default the function's name.
-        seconds: an abandoned call counts as hanging after this time. The call itself has no timeout.
-
-    Raises:
-        TooManyHangingCalls: `MAX_HANGING_CALLS` calls of that name hang.
-    """
+    """Run `function()` in a daemon thread; TooManyHangingCalls if `MAX_HANGING_CALLS` calls of that name hang.
+    asyncio's thread pool is not used: functions that never return would fill it and block the end of the event loop. An
+    abandoned call counts as hanging after `seconds`; the call itself has no timeout."""
     function_name = getattr(getattr(function, "func", function), "__name__", "tool")
     name = name or repr(function_name)
     abandoned_calls.admit(name)

@@ -23,40 +23,35 @@ class JsonBounds:
     """Limits of one JSON text."""
 
     depth: int = 64
-    """Objects and arrays within each other."""
-    values: int = 2**18
-    """Values and keys in total. This also limits the length of an array."""
-    costly: int = 2**16
-    """Strings, keys, objects and arrays in total: all that costs more than a number."""
+    values: int = 2**18  # Values and keys in total. This also limits the length of an array.
+    costly: int = 2**16  # strings, keys, objects and arrays in total: all that costs more than a number
 
 
 DEFAULT_BOUNDS = JsonBounds()
 
 
 def check_json(data: bytes, bounds: JsonBounds = DEFAULT_BOUNDS) -> int:
-    """Upper bound of the number of strings, keys, objects and arrays in a JSON text in UTF-8.
-
-    The text need not be valid JSON: a parser creates at most the counted objects before its first error.
-
-    Raises:
-        JsonBoundsError: the text exceeds a bound.
-    """
+    """Upper bound of the number of strings, keys, objects and arrays in a JSON text in UTF-8; JsonBoundsError if the
+    text exceeds a bound. The text need not be valid JSON: a parser creates at most the counted objects before its first
+    error."""
     values, opened = _count(data)  # includes the content of strings: an upper bound
     costly = opened + data.count(b'"')
     if values <= bounds.values and costly <= bounds.costly and opened <= bounds.depth:
         return costly
     quotes = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # the remaining quotes delimit strings
     strings = (quotes.count(b'"') + 1) // 2
-    if strings > bounds.costly:
-        raise _too_many(bounds.costly)
-    bare = b"".join(quotes.split(b'"')[::2])
+    bare = b"".join(quotes.split(b'"')[::2]) if strings <= bounds.costly else b""
     values, opened = _count(bare)
     if values > bounds.values:
         raise JsonBoundsError(f"the JSON has more than {bounds.values:,} values and keys")
     if strings + opened > bounds.costly:
-        raise _too_many(bounds.costly)
+        raise JsonBoundsError(f"the JSON has more than {bounds.costly:,} strings, keys, objects and arrays")
     if opened > bounds.depth:
-        _check_depth(bare.translate(BRACES_TO_BRACKETS, NOT_BRACKETS), opened, bounds)
+        brackets = bare.translate(BRACES_TO_BRACKETS, NOT_BRACKETS)
+        for _ in range(bounds.depth if len(brackets) == 2 * opened else 0):  # remove the innermost pairs
+            brackets = brackets.replace(b"[]", b"")
+        if brackets:
+            raise JsonBoundsError(f"the JSON is nested more than {bounds.depth} deep, or its brackets do not match")
     return strings + opened
 
 
@@ -66,23 +61,7 @@ def _count(text: bytes) -> tuple[int, int]:
     return 1 + opened + text.count(b",") + text.count(b":"), opened
 
 
-def _check_depth(brackets: bytes, opened: int, bounds: JsonBounds) -> None:
-    """Remove the innermost pairs, one level at a time."""
-    for _ in range(bounds.depth if len(brackets) == 2 * opened else 0):
-        brackets = brackets.replace(b"[]", b"")
-    if brackets:
-        raise JsonBoundsError(f"the JSON is nested more than {bounds.depth} levels deep, or its brackets do not match")
-
-
-def _too_many(most: int) -> JsonBoundsError:
-    return JsonBoundsError(f"the JSON has more than {most:,} strings, keys, objects and arrays")
-
-
 def load_json(data: bytes, bounds: JsonBounds = DEFAULT_BOUNDS) -> Any:
-    """The value of a JSON text in UTF-8, within bounds. Other encodings are refused.
-
-    Raises:
-        ValueError: the data is not UTF-8 or not JSON, or exceeds a bound (`JsonBoundsError`).
-    """
+    """The value of a JSON text in UTF-8, within bounds; ValueError for other encodings and invalid JSON."""
     check_json(data, bounds)
     return json.loads(data.decode("utf-8", "surrogatepass").removeprefix("\ufeff"))

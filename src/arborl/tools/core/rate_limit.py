@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import functools
 import hashlib
-import json
 import logging
 import math
 import os
 import stat
 import struct
 import time
-import weakref
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
+from weakref import WeakKeyDictionary
 
 import httpx
 
@@ -33,16 +32,6 @@ log = logging.getLogger(__name__)
 
 class RateLimitTimeout(ArborError, TimeoutError):
     """The next call is further away than the caller's timeout."""
-
-
-class _Limiter(Protocol):
-    async def acquire(self, timeout: float | None) -> float: ...
-
-    def acquire_sync(self, timeout: float | None) -> float: ...
-
-    def check(self) -> None: ...
-
-    def remove(self) -> bool: ...
 
 
 class RateLimit:
@@ -81,7 +70,7 @@ class RateLimit:
         if scope not in ("host", "cluster"):
             raise ConfigError(f"RateLimit {name!r}: scope={scope!r}: write 'host' or 'cluster'")
         self.per_minute, self.burst, self.name, self.scope = float(per_minute), int(burst), name, scope
-        self._limiter: _Limiter
+        self._limiter: HostRateLimiter | ServerRateLimiter
         if scope == "host":
             if server is not None:
                 raise ConfigError(f"RateLimit {name!r}: server={server!r} is for scope='cluster'")
@@ -91,11 +80,7 @@ class RateLimit:
             self._limiter = ServerRateLimiter(self.per_minute, self.burst, name, server, api_key)
 
     async def acquire(self, timeout: float | None = None) -> float:
-        """Wait until a call may be made; returns the time of the grant in `time.monotonic()`.
-
-        Args:
-            timeout: raise `RateLimitTimeout`, without using up a call, rather than wait longer.
-        """
+        """Wait until a call may be made; returns the time of the grant in `time.monotonic()`."""
         return await self._limiter.acquire(timeout)
 
     def acquire_sync(self, timeout: float | None = None) -> float:
@@ -111,28 +96,20 @@ class RateLimit:
         return self._limiter.remove()
 
     def __repr__(self) -> str:
-        return (
-            f"RateLimit(per_minute={self.per_minute:g}, burst={self.burst}, name={self.name!r}, scope={self.scope!r})"
-        )
+        return f"RateLimit({self.per_minute:g}, {self.burst}, {self.name!r}, {self.scope!r})"
 
-
-# ------------------------------------------------------------------------------------------------ one machine
 
 MAGIC = b"arborl-2"
-CHECKSUM = struct.Struct("<8sI")
-"""File type, and a checksum of the rest."""
+CHECKSUM = struct.Struct("<8sI")  # file type, and a checksum of the rest
 HEADER = struct.Struct("<16s5dI")
 """Boot id, calls per minute, burst, time of the last use, `_LimitState.next_grant`, `.last_ticket`, queue length."""
 QUEUE_ENTRY = struct.Struct("<2d")
-MAX_QUEUE = 4096
-"""Maximum queue length; further callers poll until there is space."""
+MAX_QUEUE = 4096  # maximum queue length; further callers poll until there is space
 
-GRACE_SECONDS = 0.02
-"""A caller that is this late is passed by the next one."""
+GRACE_SECONDS = 0.02  # A caller that is this late is passed by the next one
 POLL_SECONDS, EXPIRY_SECONDS = 0.5, 1.0
 """Poll interval of a queued caller, and how late it may be before its queue entry expires."""
-LOCK_RETRY_SECONDS = (0.0002, 0.05)
-"""First and longest wait between attempts to lock the file."""
+LOCK_RETRY_SECONDS = (0.0002, 0.05)  # first and longest wait between attempts to lock the file
 LOCK_WARNING_SECONDS = 5.0
 
 
@@ -140,21 +117,16 @@ LOCK_WARNING_SECONDS = 5.0
 class _LimitState:
     """State that the processes share."""
 
-    next_grant: float
-    """One interval after the last granted call; never before the present."""
+    next_grant: float  # one interval after the last granted call; never before the present
     last_ticket: float = 0.0
-    queue: dict[float, float] = field(default_factory=dict)
-    """Ticket -> time at which its owner polls again."""
+    queue: dict[float, float] = field(default_factory=dict)  # ticket -> time at which its owner polls again
 
 
 class HostRateLimiter:
-    """A rate limit over the processes of one machine.
-
-    A file stores the time of the next grant and the queue of waiting callers. Under the file's lock a caller joins the
-    queue, gets its grant, or learns how long to sleep; it never sleeps inside the lock. A queue entry states when its
-    owner polls again and expires if it does not. Killed processes therefore delay no other caller, and the bound
-    depends on the granted calls alone.
-    """
+    """A rate limit over the processes of one machine. A file stores the time of the next grant and the queue of waiting
+    callers. Under the file's lock a caller joins the queue, gets its grant, or learns how long to sleep; it never
+    sleeps inside the lock. A queue entry states when its owner polls again and expires if it does not. Killed processes
+    therefore delay no other caller, and the bound depends on the granted calls alone."""
 
     def __init__(self, per_minute: float, burst: int, name: str, folder: Path):
         self.name, self.per_minute, self.burst = name, per_minute, burst
@@ -184,26 +156,17 @@ class HostRateLimiter:
             waits.close()
 
     def check(self) -> None:
-        descriptor, now = self._open(), time.monotonic()
-        try:
+        with self._opened() as descriptor:
             if _try_lock(descriptor):
+                now = time.monotonic()
                 self._write(descriptor, self._read(descriptor, now), now)
-        finally:
-            os.close(descriptor)
 
     def remove(self) -> bool:
-        descriptor, now = self._open(), time.monotonic()
-        try:
-            if not _try_lock(descriptor):
-                return False
-            state = self._read(descriptor, now)
-            if state.queue or state.next_grant > now:
+        with self._opened() as descriptor, suppress(ConfigError):  # the file may belong to a limit with other numbers
+            now = time.monotonic()
+            if not _try_lock(descriptor) or (state := self._read(descriptor, now)).queue or state.next_grant > now:
                 return False
             self.path.unlink(missing_ok=True)  # a new file has the same state
-        except ConfigError:
-            pass  # the file belongs to a limit with other numbers
-        finally:
-            os.close(descriptor)
         return True
 
     def _waits(self, timeout: float | None) -> Generator[float, None, float]:
@@ -253,6 +216,14 @@ class HostRateLimiter:
     def _open(self) -> int:
         return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        descriptor = self._open()
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
     def _request(self, descriptor: int, ticket: float | None, end: float) -> tuple[float | None, bool, float]:
         """The caller's ticket, whether it was granted, and the time of the grant or the seconds to sleep."""
         now = time.monotonic()
@@ -285,8 +256,7 @@ class HostRateLimiter:
 
     def _leave(self, ticket: float) -> None:
         """Remove a ticket from the queue. If the file is locked, the entry expires."""
-        descriptor = self._open()
-        try:
+        with self._opened() as descriptor:
             for _ in range(3):
                 if _try_lock(descriptor):
                     state = self._read(descriptor, time.monotonic())
@@ -294,8 +264,6 @@ class HostRateLimiter:
                         self._write(descriptor, state, time.monotonic())
                     return
                 time.sleep(LOCK_RETRY_SECONDS[0])
-        finally:
-            os.close(descriptor)
 
     def _write(self, descriptor: int, state: _LimitState, now: float) -> None:
         numbers = (self.per_minute, self.burst, now, state.next_grant, state.last_ticket, len(state.queue))
@@ -384,13 +352,8 @@ def _boot_id() -> bytes:
         return b"unknown boot id."
 
 
-# ------------------------------------------------------------------------------------------------ several machines
-
-REQUEST_SECONDS = 20.0
-"""Longest wait within one request; a caller that must wait longer repeats it."""
-SILENCE_SECONDS = 120.0
-"""RateLimitTimeout after this time without any response."""
-CONNECTION_LIMITS = httpx.Limits(max_connections=None)  # every waiting caller holds a connection
+REQUEST_SECONDS = 20.0  # longest wait within one request; a caller that must wait longer repeats it
+SILENCE_SECONDS = 120.0  # RateLimitTimeout after this time without any response
 
 
 class ServerRateLimiter:
@@ -401,63 +364,64 @@ class ServerRateLimiter:
 
         server = server or os.environ.get("ARBORL_TOOL_SERVER")
         if not server:
-            raise ConfigError(
-                f"RateLimit {name!r}: scope='cluster' needs a tool server: give server='http://HOST:PORT', "
-                "or set ARBORL_TOOL_SERVER."
-            )
+            raise ConfigError(f"RateLimit {name!r}: scope='cluster' needs server='http://HOST:PORT'")
         key = api_key if api_key is not None else os.environ.get("ARBORL_TOOL_API_KEY")
         self.name, self.url = name, f"{server.rstrip('/')}/limit"
-        self._headers = {b"Content-Type": b"application/json", **bearer_header(key)}
-        self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._headers = bearer_header(key)
+        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
         self._request = {"name": name, "per_minute": per_minute, "burst": burst}
 
     async def acquire(self, timeout: float | None) -> float:
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
-            self._clients[loop] = httpx.AsyncClient(
-                headers=self._headers, timeout=REQUEST_SECONDS + 10, limits=CONNECTION_LIMITS
-            )
-        polling = _Polling(self, timeout)
-        while not polling.granted:
-            try:
-                wait = polling.next_wait(await self._clients[loop].post(self.url, content=polling.body()))
-            except httpx.HTTPError as error:
-                wait = polling.next_wait(error)
-            if wait > 0:
-                await asyncio.sleep(wait)
-        return time.monotonic()
+            self._clients[loop] = self._client()
+        return await self._acquire(self._clients[loop], timeout)
 
     def acquire_sync(self, timeout: float | None) -> float:
-        polling = _Polling(self, timeout)
-        while not polling.granted:
-            try:
-                wait = polling.next_wait(self._sync_client.post(self.url, content=polling.body()))
-            except httpx.HTTPError as error:
-                wait = polling.next_wait(error)
-            if wait > 0:
-                time.sleep(wait)
-        return time.monotonic()
+        async def acquire() -> float:
+            async with self._client() as client:
+                return await self._acquire(client, timeout)
+
+        return asyncio.run(acquire())
 
     def check(self) -> None:
-        try:
-            response = self._sync_client.post(self.url, content=_Polling(self, 0.0).body())  # may use up one call
+        try:  # it may use up one call
+            response = httpx.post(self.url, json={**self._request, "timeout": 0.0}, headers=self._headers, timeout=30)
         except httpx.HTTPError as error:
             raise ConfigError(
                 f"RateLimit {self.name!r}: no tool server answers at {self.url} ({type(error).__name__}: {error}). "
                 "Start one: arborl tools serve --tools calculator"
             ) from error
-        self.is_granted(response)
+        self._is_granted(response)
 
     def remove(self) -> bool:
         return False  # the server owns the limit
 
-    @functools.cached_property
-    def _sync_client(self) -> httpx.Client:
-        return httpx.Client(headers=self._headers, timeout=REQUEST_SECONDS + 10, limits=CONNECTION_LIMITS)
+    def _client(self) -> httpx.AsyncClient:
+        every_caller = httpx.Limits(max_connections=None)  # each waiting caller holds a connection
+        return httpx.AsyncClient(headers=self._headers, timeout=REQUEST_SECONDS + 10, limits=every_caller)
 
-    def is_granted(self, response: httpx.Response) -> bool:
+    async def _acquire(self, client: httpx.AsyncClient, timeout: float | None) -> float:
+        now = time.monotonic()
+        end, silent_until = now + (math.inf if timeout is None else timeout), now + SILENCE_SECONDS
+        while True:
+            seconds = min(max(end - time.monotonic(), 0.0), REQUEST_SECONDS)
+            try:
+                response = await client.post(self.url, json={**self._request, "timeout": seconds})
+            except httpx.HTTPError as error:
+                status, reason = 0, str(error) or type(error).__name__
+            else:
+                status, reason = response.status_code, response.text
+                if self._is_granted(response):
+                    return time.monotonic()
+            if status in (200, 429):
+                silent_until = time.monotonic() + SILENCE_SECONDS
+            left = min(end, silent_until) - time.monotonic()
+            if left <= 0:
+                raise RateLimitTimeout(f"RateLimit {self.name!r}: no grant from {self.url} in time ({reason[:200]})")
+            await asyncio.sleep(min(0.02 if status == 200 else 0.5, left))  # bounded rate if the server does not wait
+
+    def _is_granted(self, response: httpx.Response) -> bool:
         if response.status_code in (401, 403, 404, 409, 422):
             raise ConfigError(f"RateLimit {self.name!r}: the tool server at {self.url}: {response.text[:300]}")
         try:
@@ -465,34 +429,3 @@ class ServerRateLimiter:
         except ValueError:  # not a tool server
             answer = {}
         return isinstance(answer, dict) and answer.get("granted") is True
-
-
-class _Polling:
-    """The repeated requests of one `acquire`."""
-
-    def __init__(self, limiter: ServerRateLimiter, timeout: float | None):
-        now = time.monotonic()
-        self.limiter, self.granted = limiter, False
-        self.end, self.silent_until = now + (math.inf if timeout is None else timeout), now + SILENCE_SECONDS
-
-    def body(self) -> bytes:
-        left = min(max(self.end - time.monotonic(), 0.0), REQUEST_SECONDS)
-        return json.dumps({**self.limiter._request, "timeout": left}).encode()
-
-    def next_wait(self, result: httpx.Response | httpx.HTTPError) -> float:
-        """Seconds until the next request; RateLimitTimeout at the deadline."""
-        if isinstance(result, httpx.Response):
-            status, reason = result.status_code, result.text
-            if status in (200, 429):
-                self.silent_until = time.monotonic() + SILENCE_SECONDS
-            self.granted = self.limiter.is_granted(result)
-            if self.granted:
-                return 0.0
-        else:
-            status, reason = 0, str(result) or type(result).__name__
-        deadline = min(self.end, self.silent_until)
-        left = deadline - time.monotonic()
-        if left <= 0:
-            name, url = self.limiter.name, self.limiter.url
-            raise RateLimitTimeout(f"RateLimit {name!r}: no grant from {url} in time ({reason[:200]})")
-        return min(0.02 if status == 200 else 0.5, left)  # bounded request rate if the server does not wait

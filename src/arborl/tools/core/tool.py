@@ -20,19 +20,15 @@ from arborl.types import ToolResult, ToolSpec
 
 
 class AnyTool(Protocol):
-    """Interface of a tool, local or remote.
-
-    `stateful` calls of one turn run in the order written, all others concurrently. A `terminal` call ends the episode.
-    """
+    """Interface of a tool, local or remote. `stateful` calls of one turn run in the order written, all others
+    concurrently. A `terminal` call ends the episode."""
 
     name: str
     spec: ToolSpec
     stateful: bool
     terminal: bool
 
-    async def run(self, arguments: Mapping[str, Any], context: ToolContext | None = None) -> ToolResult:
-        """Run one call. A failure is a result too."""
-        ...
+    async def run(self, arguments: Mapping[str, Any], context: ToolContext | None = None) -> ToolResult: ...
 
 
 class CallLimiter(Protocol):
@@ -76,10 +72,8 @@ class Tool:
         self.max_tokens, self.max_chars = max_tokens, max_chars
         self.stateful, self.terminal = stateful, terminal
         self.name = name or str(getattr(function, "__name__", type(function).__name__))
-        self.sandboxed = False
-        """It runs code in the sandbox; a run with such a tool logs the isolation level."""
-        self.owner: type | None = None
-        """Class of an unbound method."""
+        self.sandboxed = False  # it runs code in the sandbox; a run with such a tool logs the isolation level
+        self.owner: type | None = None  # class of an unbound method
         text = parse_docstring(inspect.getdoc(function))
         self._arguments, self.injector, self._is_method = inspect_function(self.name, function, text.arguments)
         self.spec = ToolSpec(self.name, description or text.description, self._arguments.schema)
@@ -106,14 +100,11 @@ class Tool:
 
     @property
     def is_unbound(self) -> bool:
-        """Whether it is a method without an object."""
         return self._is_method and not (self.stateful and self.owner is not None)
 
     async def run(self, arguments: Mapping[str, Any], context: ToolContext | None = None) -> ToolResult:
-        """Run one call. Invalid arguments, exceptions and timeouts are results too.
-
-        Without a `context`, state lasts for this call.
-        """
+        """Run one call. Invalid arguments, exceptions and timeouts are results too. Without a `context`, state lasts
+        for this call."""
         if context is None:
             async with ToolContext() as temporary:
                 return await self.run(arguments, temporary)
@@ -134,7 +125,6 @@ class Tool:
         return ToolResult(kept, kind == "ok", kind, time.perf_counter() - start)
 
     async def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Await an async function, or run a plain one in a thread."""
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
             return await function(**arguments)
         call = functools.partial(function, **arguments)
@@ -194,9 +184,7 @@ def inspect_function(
         raise TypeError(
             f"tool {name!r}: a type in its signature cannot be resolved ({error}); import it at the top of the module"
         ) from error
-    is_method = (
-        bool(parameters) and parameters[0].name == "self" and parameters[0].annotation is inspect.Parameter.empty
-    )
+    is_method = [(p.name, p.annotation) for p in parameters[:1]] == [("self", inspect.Parameter.empty)]
     parameters = parameters[1:] if is_method else parameters
     markers = {one.name: marker for one in parameters if (marker := injection_marker(one.annotation)) is not None}
     optional = frozenset(p.name for p in parameters if p.default is not p.empty)

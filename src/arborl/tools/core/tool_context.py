@@ -10,7 +10,6 @@ import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Annotated, Any, Protocol, Self, get_args, get_origin
 
 from arborl.errors import EpisodeError
@@ -108,9 +107,7 @@ class ToolContext:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
 
@@ -119,10 +116,8 @@ class ParameterInjector:
     """Fills the marked parameters of one tool."""
 
     tool: str
-    markers: Mapping[str, Any]
-    """Parameter -> `TaskField`, `EpisodeState`, or the class `ToolContext`."""
-    optional: frozenset[str]
-    """Parameters with a default; their task field may be missing."""
+    markers: Mapping[str, Any]  # parameter -> `TaskField`, `EpisodeState`, or the class `ToolContext`
+    optional: frozenset[str]  # parameters with a default; their task field may be missing
 
     def values(self, context: ToolContext) -> dict[str, Any]:
         """Values of the marked parameters. A missing task field is an error of the run: it ends the episode."""
@@ -149,7 +144,6 @@ class ParameterInjector:
 
 
 def injection_marker(annotation: Any) -> Any:
-    """The marker of an annotation: `TaskField`, `EpisodeState`, `ToolContext`, or None."""
     if annotation is ToolContext:
         return ToolContext
     if get_origin(annotation) is Annotated:
@@ -161,15 +155,7 @@ def injection_marker(annotation: Any) -> Any:
     return None
 
 
-# ------------------------------------------------------------------------------------------------ output limits
-
-
 def truncate(text: str, max_chars: int, max_tokens: int, tokenizer: TokenEncoder | None = None) -> str:
-    """The text within both limits; a note states how many characters were cut.
-
-    Example:
-        truncate("x" * 5130, 10, 512)      # 'xxxxxxxxxx… [cut: 5,120 more characters]'
-    """
     kept = _longest_prefix(text[:max_chars], max_tokens, tokenizer)
     return text if len(kept) == len(text) else f"{kept}… [cut: {len(text) - len(kept):,} more characters]"
 
@@ -189,5 +175,4 @@ def _longest_prefix(text: str, max_tokens: int, tokenizer: TokenEncoder | None) 
 
 
 def count_tokens(text: str, tokenizer: TokenEncoder | None) -> int:
-    """Number of tokens; an estimate without a tokenizer."""
     return len(tokenizer.encode(text)) if tokenizer is not None else sum(1 for _ in TOKEN_ESTIMATE.finditer(text))

@@ -48,26 +48,22 @@ class Toolbox:
 
     @property
     def specs(self) -> tuple[ToolSpec, ...]:
-        """Tool descriptions for the model."""
         return tuple(made.spec for made in self.tools.values())
 
     def is_terminal(self, call: ToolCall) -> bool:
         return call.name in self.tools and self.tools[call.name].terminal
 
     def ends(self, call: ToolCall, result: ToolResult) -> bool:
-        """Whether this call ends the episode: a successful call of a terminal tool."""
         return result.ok and self.is_terminal(call)
 
     async def run(self, calls: Sequence[ToolCall], context: ToolContext | None = None) -> list[ToolResult]:
-        """Results in the order of the calls.
-
-        Calls run concurrently, except those of stateful tools, which run one after another. Without a `context`, state
-        lasts for these calls.
-        """
+        """Results in the order of the calls. Calls run concurrently, except those of stateful tools, which run one
+        after another. Without a `context`, state lasts for these calls."""
         if context is None:
             async with ToolContext() as temporary:
                 return await self.run(calls, temporary)
-        sequential = [index for index, call in enumerate(calls) if self._is_stateful(call)]
+        stateful = {name for name, tool in self.tools.items() if tool.stateful}
+        sequential = [index for index, call in enumerate(calls) if call.name in stateful]
         results: dict[int, ToolResult] = {}
 
         async def run_in_order(indices: Sequence[int]) -> None:
@@ -77,9 +73,6 @@ class Toolbox:
         concurrent = [[index] for index in range(len(calls)) if index not in sequential]
         await asyncio.gather(*map(run_in_order, [*concurrent, sequential]))
         return [results[index] for index in range(len(calls))]
-
-    def _is_stateful(self, call: ToolCall) -> bool:
-        return call.name in self.tools and self.tools[call.name].stateful
 
     async def _run_traced(self, index: int, call: ToolCall, context: ToolContext) -> ToolResult:
         operation, named = "execute_tool", call.name[:80]
@@ -102,12 +95,7 @@ class Toolbox:
 
 
 def as_tool(item: Any, args: Mapping[str, Any] | None = None, where: str = "args") -> AnyTool:
-    """A tool from a tool, a function, or a class of tools.
-
-    Example:
-        as_tool(calculator)
-        as_tool(Search, {"corpus": "docs.jsonl"})      # Search(corpus="docs.jsonl")
-    """
+    """A tool from a tool, a function, or a class of tools."""
     if inspect.isclass(item):
         item = call_checked(item, args or {}, where)
     elif args:
@@ -143,7 +131,6 @@ def placeholder_tool(item: Any, args: Mapping[str, Any] | None = None, where: st
 
 
 def warn_incomplete_specs(tools: Iterable[AnyTool]) -> None:
-    """Warn about tools without docstring or types."""
     for tool in tools:
         if missing := missing_parts(tool.spec):
             seen = json.dumps({"name": tool.spec.name, "description": tool.spec.description} | tool.spec.parameters)

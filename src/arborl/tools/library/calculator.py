@@ -38,11 +38,13 @@ def calculator(expression: str) -> str:
     if len(expression) > MAX_LENGTH:
         raise ValueError(f"the expression has {len(expression)} characters; {MAX_LENGTH} is the limit")
     try:
-        return format_number(value_of(ast.parse(expression.strip(), mode="eval").body))
+        value = value_of(ast.parse(expression.strip(), mode="eval").body)
     except SyntaxError:
         raise ValueError(f"{expression!r} is not an expression. {USAGE}") from None
     except (RecursionError, MemoryError):
         raise ValueError("the expression is nested too deeply") from None
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
+    return repr(int(value) if is_whole else value)
 
 
 def value_of(node: ast.expr) -> Number:
@@ -77,7 +79,6 @@ def power(base: Number, exponent: Number) -> Number:
 
 
 def apply(name: str, values: list[Number]) -> Number:
-    """Apply one of `FUNCTIONS`."""
     if not values:
         raise ValueError(f"{name}() needs a number")
     if name == "round" and len(values) == 2 and not (isinstance(values[1], int) and abs(values[1]) <= MAX_DIGITS):
@@ -88,21 +89,8 @@ def apply(name: str, values: list[Number]) -> Number:
 
 
 def check_number(value: Any) -> Number:
-    """The value; ValueError if it is not a real number within `MAX_DIGITS`."""
     if isinstance(value, complex):
         raise ValueError("the result is not a real number")
     if not abs(value) < 10**MAX_DIGITS:  # also true of nan
         raise ValueError(f"the result exceeds {MAX_DIGITS} digits")
     return value  # type: ignore[no-any-return]
-
-
-def format_number(value: Number) -> str:
-    """Integers without a decimal point, other numbers with all digits.
-
-    Example:
-        format_number(84 / 2)      # '42'
-        format_number(0.5)         # '0.5'
-    """
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        value = int(value)
-    return repr(value)

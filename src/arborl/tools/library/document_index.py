@@ -16,14 +16,11 @@ from dataclasses import dataclass
 
 from arborl.tools.core.tool_context import TokenEncoder, count_tokens
 
-PIECE = re.compile(r"\s*\S{1,24}|\s+")
-"""White space and the following word; long words (Chinese, base64) in parts."""
+PIECE = re.compile(r"\s*\S{1,24}|\s+")  # white space and the following word; long words (Chinese, base64) in parts
 QUOTED = re.compile(r'^\s*"(.*)"\s*$', re.DOTALL)
-NEAR_DISTANCE = 2
-"""Words allowed between the words of a keyword."""
+NEAR_DISTANCE = 2  # words allowed between the words of a keyword
 MARKS = ("\x02", "\x03")
 CACHE_CHARS = 64_000_000
-"""Total characters of cached indices."""
 
 Span = tuple[int, int]
 Key = tuple[bytes, int, int, TokenEncoder | None]
@@ -34,18 +31,11 @@ class SearchHit:
     """A matching chunk."""
 
     chunk: int
-    score: float
-    """BM25; larger is better."""
+    score: float  # BM25; larger is better
     marked: str
-    """Its text with `MARKS` around matches."""
 
 
 def cut_into_chunks(text: str, size: int, overlap: int, tokenizer: TokenEncoder | None) -> tuple[list[Span], int]:
-    """Start and end of each chunk, and the number of tokens of the text.
-
-    Example:
-        cut_into_chunks("one two three", 2, 0, None)      # ([(0, 7), (7, 13)], 3)
-    """
     cost: dict[str, int] = {}
     ends, tokens = [0], [0]
     for piece in PIECE.finditer(text):
@@ -92,17 +82,7 @@ class DocumentIndex:
         begin, end = self.spans[chunk]
         return self.text[begin:end]
 
-    def search(
-        self, keywords: Sequence[str], mode: str, limit: int, marked: bool = True
-    ) -> tuple[int, list[SearchHit]]:
-        """Number of matching chunks, and the best of them.
-
-        Args:
-            keywords: words or phrases; a phrase in double quotes must match exactly.
-            mode: `or`, or `and` for chunks that match every keyword.
-            limit: maximum number of hits.
-            marked: include the texts with marked matches.
-        """
+    def search(self, keywords: Sequence[str], mode: str, most: int, marked: bool = True) -> tuple[int, list[SearchHit]]:
         expression = match_expression(keywords, mode)
         if not expression:
             return 0, []
@@ -113,19 +93,14 @@ class DocumentIndex:
             ).fetchone()
             rows = self._database.execute(  # ORDER BY rank alone: another key would highlight every match first
                 f"SELECT rowid, -rank, {shown} FROM chunks WHERE chunks MATCH ? ORDER BY rank LIMIT ?",
-                (*MARKS, expression, limit),
+                (*MARKS, expression, most),
             ).fetchall()
         hits = [SearchHit(*row) for row in rows]
         return total, sorted(hits, key=lambda hit: (-hit.score, hit.chunk))
 
 
 def match_expression(keywords: Sequence[str], mode: str = "or") -> str:
-    """A valid FTS5 query from keywords; empty without words.
-
-    Example:
-        match_expression(["Mira", "silver lamp", '"by the sea"'])
-        # '"Mira" OR NEAR("silver" "lamp", 2) OR "by the sea"'
-    """
+    """A valid FTS5 query from keywords; empty without words."""
     terms = []
     for keyword in keywords:
         exact = QUOTED.match(keyword)
@@ -141,11 +116,7 @@ def match_expression(keywords: Sequence[str], mode: str = "or") -> str:
 
 
 def highlights(marked: str, size: int, most: int) -> list[str]:
-    """Fragments of about `size` characters around matches, at most `most`, with the matches in `<em>…</em>`.
-
-    Example:
-        highlights("far away \\x02Mira\\x03 lives in Oslo", 20, 1)      # ['away <em>Mira</em> lives in']
-    """
+    """Fragments of about `size` characters around matches, at most `most`, with the matches in `<em>…</em>`."""
     found: list[str] = []
     covered = 0
     for match in re.finditer(f"{MARKS[0]}[^{MARKS[1]}]*{MARKS[1]}", marked):
@@ -161,7 +132,6 @@ def highlights(marked: str, size: int, most: int) -> list[str]:
 
 
 def _whole_words(text: str, begin: int, end: int) -> str:
-    """The slice without partial words and unpaired marks."""
     piece = text[begin:end]
     if begin > 0 and not text[begin - 1].isspace():
         piece = re.sub(r"^[^\s\x02]+", "", piece)

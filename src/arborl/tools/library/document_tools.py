@@ -19,9 +19,7 @@ from arborl.tools.library.finish import finish as plain_finish
 from arborl.types import ToolResult, ToolSpec
 
 FIELD = "document_content"
-"""Task field with the document."""
-NO_LIMIT = 1 << 40
-"""Output limit: truncation would break the JSON."""
+NO_LIMIT = 1 << 40  # output limit: truncation would break the JSON
 INDEX_ID = "document_index"
 FILE_NAME = "attached_document.txt"
 
@@ -33,27 +31,21 @@ class DocumentToolError(ValueError):
 class ContextEditor(Protocol):
     """The agent's context, which the model can edit."""
 
-    def budget(self) -> dict[str, int]:
-        """Rounds so far, and remaining tokens and rounds."""
-        ...
+    def budget(self) -> dict[str, int]: ...
 
     def delete(self, msg_id: int) -> dict[str, Any]:
         """Replace a message by a deletion note; DocumentToolError if that is not possible."""
         ...
 
-    def fold(self, summary: str) -> dict[str, Any]:
-        """Replace everything so far by a summary."""
-        ...
+    def fold(self, summary: str) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentNote:
     """A note of the model."""
 
-    summary: str
-    """Always in the context."""
-    content: str
-    """Returned by `readNote`."""
+    summary: str  # always in the context
+    content: str  # returned by `readNote`
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +82,7 @@ def check_sizes(chunk_size: int, overlap: int) -> None:
 class Workspace:
     """State of one episode: document, index, notes."""
 
-    document: Any = None
-    """The text; None: the task's field `document_content`."""
+    document: Any = None  # the text; None: the task's field `document_content`
     settings: DocumentSettings = field(default_factory=DocumentSettings)
     editor: ContextEditor | None = None
     notes: dict[str, DocumentNote] = field(default_factory=dict)
@@ -111,7 +102,6 @@ class Workspace:
         return document
 
     def build(self, text: str, chunk_size: int, overlap: int, tokenizer: TokenEncoder | None) -> DocumentIndex:
-        """Build the index; reset the search history."""
         check_sizes(chunk_size, overlap)
         text = text.encode("utf-8", "replace").decode()  # lone surrogates cannot be stored
         self.index = INDEX_CACHE.index(text, chunk_size, overlap, tokenizer)
@@ -136,7 +126,6 @@ class Workspace:
 
 
 WORKSPACE = EpisodeState(Workspace)
-"""State key of the workspace: `context.state(WORKSPACE, WORKSPACE.make)`."""
 EpisodeWorkspace = Annotated[Workspace, WORKSPACE]
 
 
@@ -149,11 +138,7 @@ class JsonTool(Tool):
 
 
 def error_object(name: str, text: str) -> str:
-    """`{"error": "…"}` without the tool's name and the exception's type.
-
-    Example:
-        error_object("readChunk", "readChunk: DocumentToolError: no chunk 9")      # '{"error": "no chunk 9"}'
-    """
+    """`{"error": "…"}` without the tool's name and the exception's type."""
     text = text.removeprefix(f"{name}: ").removeprefix(f"{DocumentToolError.__name__}: ")
     return json.dumps({"error": text}, ensure_ascii=False)
 
@@ -163,9 +148,6 @@ def json_tool(name: str, **options: Any) -> Callable[[Callable[..., Any]], JsonT
     return functools.partial(
         JsonTool, name=name, **{"stateful": True, "max_tokens": NO_LIMIT, "max_chars": NO_LIMIT} | options
     )
-
-
-# ------------------------------------------------------------------------------------------------ the document
 
 
 @json_tool("analyzeText", timeout=60)
@@ -266,9 +248,6 @@ def search_engine(
 finish = json_tool("finish", stateful=False, terminal=True, description=plain_finish.spec.description)(
     plain_finish.function
 )
-
-
-# ------------------------------------------------------------------------------------------------ notes and context
 
 
 def _content_text(content: Any) -> str:
@@ -395,8 +374,6 @@ async def summarize(summary: str, space: EpisodeWorkspace) -> dict[str, Any]:
     return space.require_editor().fold(summary)
 
 
-# ------------------------------------------------------------------------------------------------ short results
-
 Payload = Mapping[str, Any]
 
 
@@ -444,12 +421,6 @@ SHORT_FORMS: dict[str, tuple[tuple[str, ...], Callable[[Payload], str]]] = {
 
 
 def shorten_result(tool: str, content: str) -> str:
-    """The short form of a result; other text unchanged.
-
-    Example:
-        shorten_result("deleteContext", '{"status": "success", "deleted_msg_id": 3}')      # 'ok'
-        shorten_result("readChunk", '{"error": "chunk_id=9: give 0 to 3"}')      # 'error: chunk_id=9: give 0 to 3'
-    """
     try:
         payload = json.loads(content)
     except ValueError:
@@ -460,11 +431,6 @@ def shorten_result(tool: str, content: str) -> str:
 
 
 def format_tool_list(specs: Sequence[ToolSpec]) -> str:
-    """All tools in one line.
-
-    Example:
-        format_tool_list([read_chunk.spec, finish.spec])      # 'readChunk(chunk_id), finish(answer)'
-    """
     parts = []
     for spec in specs:
         known = SHORT_FORMS.get(spec.name)

@@ -96,7 +96,6 @@ class Fetch(Tool):
         raise ValueError(f"more than {MAX_REDIRECTS} redirects")
 
     async def _send(self, client: httpx.AsyncClient, address: httpx.URL) -> httpx.Response:
-        """Response of one of the host's checked addresses."""
         headers = {"accept": "text/*, application/json", "accept-encoding": "gzip, deflate"}
         headers["host"] = address.netloc.decode("ascii")
         failed: httpx.ConnectError | None = None
@@ -125,7 +124,6 @@ class Fetch(Tool):
         return usable[:3]
 
     def check_allowed(self, url: str | httpx.URL) -> httpx.URL:
-        """The parsed URL; ValueError if its host is not in the allow-list."""
         address = httpx.URL(url)
         if address.scheme not in DEFAULT_PORTS or not address.host:
             raise ValueError(f"{str(url)[:100]!r} is not a URL. Write http:// or https:// and a host.")
@@ -205,7 +203,6 @@ def _matches(entry: str, host: str, port: int, default_port: int) -> bool:
 
 
 def html_to_text(page: str) -> str:
-    """Text of an HTML page, one line per block, in one pass."""
     lines = (" ".join(line.split()) for line in html.unescape("".join(_visible_text(page))).split("\n"))
     return "\n".join(line for line in lines if line)
 

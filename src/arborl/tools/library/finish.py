@@ -19,14 +19,7 @@ def finish(answer: str) -> str:
     return answer
 
 
-answer = Tool(
-    finish.function,
-    name="answer",
-    description="Give your final answer.",
-    terminal=True,
-    max_tokens=finish.max_tokens,
-    max_chars=finish.max_chars,
-)
+answer = Tool(finish.function, "answer", "Give your final answer.", terminal=True, max_tokens=4096, max_chars=20_000)
 
 
 class Check(Tool):

@@ -22,11 +22,10 @@ class PythonSession:
             await self.close()
         if self._sandbox is None:
             self._sandbox = await self.pool.acquire()
-        async with self.pool.run_slot():
+        async with self.pool.runs:
             return await self._sandbox.run(code)
 
     async def close(self) -> None:
-        """Return the interpreter to the pool."""
         sandbox, self._sandbox = self._sandbox, None
         if sandbox is not None:
             await self.pool.release(sandbox)

@@ -34,22 +34,15 @@ class CorpusDocument:
 
 
 def read_corpus(path: str | Path) -> Iterator[CorpusDocument]:
-    """Documents of a JSONL file (`text`, optionally `id` and `title`), a text file, or a folder of such files.
-
-    Example:
-        list(read_corpus("wiki.jsonl"))      # [Document("0", "Anarchism", "Anarchism is …"), …]
-    """
+    """Documents of a JSONL file (`text`, optionally `id` and `title`), a text file, or a folder of such files."""
     for file in corpus_files(path):
         if file.suffix == ".jsonl":
             yield from _read_lines(file)
         else:
-            yield CorpusDocument(
-                file.stem, file.stem.replace("_", " "), file.read_text(encoding="utf-8", errors="replace")
-            )
+            yield CorpusDocument(file.stem, file.stem.replace("_", " "), file.read_text("utf-8", errors="replace"))
 
 
 def corpus_files(path: str | Path) -> list[Path]:
-    """Files of a corpus, sorted."""
     root = Path(path)
     found = sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
     files = [file for file in found if file.suffix in (".jsonl", *TEXT_FILES)]
@@ -59,7 +52,6 @@ def corpus_files(path: str | Path) -> list[Path]:
 
 
 def fingerprint(path: str | Path) -> str:
-    """Hash of names, sizes and modification times of the files."""
     digest = hashlib.blake2b(digest_size=12)
     for file in corpus_files(path):
         status = file.stat()
@@ -83,7 +75,6 @@ def _read_lines(file: Path) -> Iterator[CorpusDocument]:
 
 
 INDEX_VERSION = 1
-"""Part of an index's file name."""
 TERM = re.compile(r'"([^"]*)"|(\w+)')
 MAX_TERMS = 64
 
@@ -119,7 +110,8 @@ class Search(Tool):
         if not 1 <= words <= 64:
             raise ValueError(f"words={words}: give 1 to 64 (limit of FTS5)")
         self.top_k, self.words = top_k, words
-        self.file = build_index(corpus, Path(index) if index is not None else cache_folder())
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self.file = build_index(corpus, cache / "arborl" / "search" if index is None else Path(index))
         super().__init__(self.search, timeout=timeout, max_tokens=max_tokens, max_chars=20_000)
 
     def search(self, query: str) -> str:
@@ -146,11 +138,7 @@ class Search(Tool):
 
 
 def match_expression(query: str) -> str:
-    """A valid FTS5 query from any text: quoted phrases stay together, terms are joined by OR.
-
-    Example:
-        match_expression('"frozen lake" ice-cold AND')      # '"frozen lake" OR "ice" OR "cold" OR "AND"'
-    """
+    """A valid FTS5 query from any text: quoted phrases stay together, terms are joined by OR."""
     terms = []
     for phrase, word in TERM.findall(query)[:MAX_TERMS]:
         inside = " ".join(re.findall(r"\w+", phrase or word))
@@ -185,13 +173,7 @@ def _write(corpus: str | Path, name: str) -> None:
         connection.execute("INSERT INTO documents (documents) VALUES ('optimize')")
 
 
-def cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "arborl" / "search"
-
-
 EmbeddingFunction = Callable[[Sequence[str]], Any]
-"""Texts -> array with one row per text."""
 
 
 class Retrieve(Tool):
@@ -248,7 +230,6 @@ class Retrieve(Tool):
 
 
 def unit_vectors(texts: Sequence[str], embed: EmbeddingFunction) -> np.ndarray:
-    """Embeddings of length 1."""
     rows = np.asarray(embed(texts), dtype=np.float64)
     if rows.ndim != 2 or len(rows) != len(texts) or not np.isfinite(rows).all():
         raise ValueError(

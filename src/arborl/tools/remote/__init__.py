@@ -8,6 +8,5 @@ In reading order:
     tool_protocol.py    Requests and responses of the tool server
     tool_client.py      Client of a tool server
     http_connections.py A small HTTP/1.1 client with kept connections
-    circuit_breaker.py  Circuit breaker for a server that fails repeatedly
     mcp.py              Tools of an MCP server, and tools served over MCP
 """

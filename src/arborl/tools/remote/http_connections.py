@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 from arborl.errors import ArborError, ConfigError
 
 MAX_BODY = 64 * 2**20
-"""Maximum bytes of a response."""
 
 
 class ConnectionBroken(ArborError):
@@ -27,21 +26,11 @@ class ConnectionBroken(ArborError):
 class HttpReply:
     status: int
     headers: Mapping[str, str]
-    """Names in lower case."""
     body: bytes
 
 
 class HttpConnections:
-    """Connections of one event loop to one server, as many as there are concurrent requests.
-
-    Example:
-        reply = await HttpConnections("http://127.0.0.1:30003").request("POST", "/call", b"{}")
-
-    Args:
-        url: scheme, host and port, optionally a path prefix.
-        headers: headers of every request.
-        connect_seconds: timeout of a new connection.
-    """
+    """Connections of one event loop to one server, as many as there are concurrent requests."""
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None, connect_seconds: float = 5.0):
         parts = urlsplit(url)
@@ -56,10 +45,8 @@ class HttpConnections:
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
 
     async def request(self, method: str, path: str, body: bytes = b"") -> HttpReply:
-        """Send one request; the caller bounds the wait (`asyncio.timeout`).
-
-        The request must be idempotent: if the server closes a kept connection, it is sent again on a new one.
-        """
+        """Send one request; the caller bounds the wait (`asyncio.timeout`). The request must be idempotent: if the
+        server closes a kept connection, it is sent again on a new one."""
         head = f"{method} {self.base}{path} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"
         data = head.encode("latin-1") + body
         while self._idle:
@@ -75,9 +62,7 @@ class HttpConnections:
             async with asyncio.timeout(self.connect_seconds):
                 reader, writer = await asyncio.open_connection(self.host, self.port, ssl=self._tls)
         except (OSError, TimeoutError) as error:
-            raise ConnectionBroken(
-                f"cannot connect to {self.host}:{self.port}: {error or type(error).__name__}"
-            ) from error
+            raise ConnectionBroken(f"cannot connect to {self.host}:{self.port}: {error or 'timeout'}") from error
         return await self._exchange(reader, writer, data)
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes) -> HttpReply:
@@ -96,13 +81,11 @@ class HttpConnections:
                 writer.close()
 
     def close(self) -> None:
-        """Close the idle connections."""
         while self._idle:
             self._idle.pop()[1].close()
 
 
 async def _read_reply(reader: asyncio.StreamReader) -> tuple[HttpReply, bool]:
-    """One reply, and whether the connection can be kept."""
     lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     version, status = lines[0].split(" ", 2)[:2]
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:] if line)}

@@ -17,10 +17,7 @@ from arborl.tools.remote.tool_protocol import replace_surrogates
 if TYPE_CHECKING:
     import uvicorn
 
-PUBLIC_PATHS = ("/health",)
-"""Paths without an API key."""
-REQUEST_SECONDS = 10.0
-"""Time from connecting, or from the last response, to a complete request."""
+REQUEST_SECONDS = 10.0  # time from connecting, or from the last response, to a complete request
 MAX_PENDING = 1024
 
 
@@ -29,10 +26,12 @@ class RequestFilter:
 
     Args:
         app: the application.
-        key: API key of all requests except those to `PUBLIC_PATHS`. Without a key, the `Host` must be an address or
+        key: API key of all requests except those to `public_paths`. Without a key, the `Host` must be an address or
             `localhost`: another name may be DNS rebinding from a web page.
         max_body: maximum bytes of a body.
     """
+
+    public_paths: tuple[str, ...] = ("/health",)
 
     def __init__(self, app: Any, key: bytes | None, max_body: int):
         self.app, self.key, self.max_body = app, key, max_body
@@ -49,7 +48,6 @@ class RequestFilter:
         await self.forward(scope, receive, send)
 
     async def forward(self, scope: Any, receive: Any, send: Any) -> None:
-        """Read the body and call the application."""
         body = bytearray()
         more = True
         while more:
@@ -70,24 +68,25 @@ class RequestFilter:
 
     def _rejection(self, path: str, headers: Mapping[bytes, bytes]) -> JSONResponse | None:
         if self.key is None and not is_local_request(headers):
-            name = headers.get(b"origin") or headers.get(b"host", b"")
-            return error_response(
-                421,
-                f"without an API key this server accepts only addresses and localhost, not {name.decode('latin-1')!r}",
-            )
-        if (
-            self.key is not None
-            and path not in PUBLIC_PATHS
-            and not hmac.compare_digest(request_api_key(headers), self.key)
-        ):
-            return error_response(401, "wrong or missing API key", {"WWW-Authenticate": "Bearer"})
+            name = (headers.get(b"origin") or headers.get(b"host", b"")).decode("latin-1")
+            return self.error(421, f"a server without API keys accepts only addresses and localhost, not {name!r}")
+        if self.key is not None and path not in self.public_paths and not self.is_key(request_api_key(headers)):
+            return self.error(401, "wrong or missing API key", {"WWW-Authenticate": "Bearer"})
+        return self._length_error(headers)
+
+    def _length_error(self, headers: Mapping[bytes, bytes]) -> JSONResponse | None:
         length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or len(length) > 18 or int(length) > self.max_body:
-            return self._too_large()
-        return None
+        is_allowed = length.isdigit() and len(length) <= 18 and int(length) <= self.max_body
+        return None if is_allowed else self._too_large()
 
     def _too_large(self) -> JSONResponse:
-        return error_response(413, f"the body is larger than {self.max_body:,} bytes")
+        return self.error(413, f"the body is larger than {self.max_body:,} bytes")
+
+    def is_key(self, key: bytes) -> bool:
+        return hmac.compare_digest(key, self.key or b"")
+
+    def error(self, status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
+        return error_response(status, detail, headers)
 
 
 def request_api_key(headers: Mapping[bytes, bytes]) -> bytes:
@@ -112,10 +111,8 @@ def error_response(status: int, detail: str, headers: dict[str, str] | None = No
 
 
 class PendingConnections:
-    """Connections that wait for the client, to complete a request or to read a response: bounded number and time.
-
-    They are counted before authentication. Above the maximum the oldest is closed.
-    """
+    """Connections that wait for the client, to complete a request or to read a response: bounded number and time. They
+    are counted before authentication. Above the maximum the oldest is closed."""
 
     def __init__(self, seconds: float = REQUEST_SECONDS, maximum: int | None = None):
         self.seconds = seconds
@@ -127,7 +124,6 @@ class PendingConnections:
         return len(self._timers)
 
     def begin(self, connection: Any) -> None:
-        """The connection waits for the client."""
         if connection not in self._timers:
             timer = asyncio.get_running_loop().call_later(self.seconds, self._close, connection)
             self._timers[connection] = timer
@@ -135,7 +131,6 @@ class PendingConnections:
                 self._close(next(iter(self._timers)))
 
     def end(self, connection: Any) -> None:
-        """The request is complete, or the connection is closed."""
         if timer := self._timers.pop(connection, None):
             timer.cancel()
 
@@ -146,11 +141,7 @@ class PendingConnections:
 
 
 def uvicorn_config(app: Any, host: str, port: int, seconds: int, **more: Any) -> uvicorn.Config:
-    """Configuration of Arbor's servers; `app.state.half_open` holds the `PendingConnections`.
-
-    Args:
-        seconds: time for running requests at shutdown.
-    """
+    """Configuration of Arbor's servers; `app.state.half_open` holds the `PendingConnections`."""
     import uvicorn
 
     return uvicorn.Config(
@@ -164,8 +155,7 @@ def limited_http_protocol(pending: PendingConnections) -> type[asyncio.Protocol]
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     class LimitedHttpProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
-        unread = False
-        """The client does not read the response."""
+        unread = False  # the client does not read the response
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)

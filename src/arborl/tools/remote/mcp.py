@@ -18,9 +18,9 @@ from typing import Any, TextIO
 
 from arborl.child_process import supervised_command
 from arborl.errors import ArborError, ConfigError, did_you_mean
+from arborl.retry import CircuitBreaker
 from arborl.tools.core.tool import AnyTool
 from arborl.tools.core.tool_context import ToolContext, truncate
-from arborl.tools.remote.circuit_breaker import CircuitBreaker
 from arborl.tools.remote.tool_dispatcher import ToolDispatcher
 from arborl.tools.remote.tool_protocol import CallRequest
 from arborl.types import ToolResult, ToolSpec
@@ -31,15 +31,12 @@ try:
     from mcp import Client, MCPError, StdioServerParameters, stdio_client
     from mcp.server import Server
 except ImportError as missing:
-    raise ConfigError(
-        f"MCP needs the official SDK, version 2 or newer ({missing}): pip install 'arborl[mcp]'"
-    ) from missing
+    raise ConfigError(f"MCP needs the official SDK, version 2 or later ({missing}): install arborl[mcp]") from missing
 
 log = logging.getLogger(__name__)
 logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL)  # it logs a traceback for every invalid line
 
-SESSION_KEY = "arborl/session"
-"""Key of the episode in a call's `_meta`, for servers that keep state per episode."""
+SESSION_KEY = "arborl/session"  # key of the episode in a call's `_meta`, for servers that keep state per episode
 
 
 class McpClient:
@@ -87,12 +84,10 @@ class McpClient:
         self.stateful, self.only, self.start_seconds = stateful, only, start_seconds
         self.max_tokens, self.max_chars = max_tokens, max_chars
         self.name = uuid.uuid4().hex[:12]
-        """Prefix of this process's session names."""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name=f"arborl-mcp-{self}", daemon=True).start()
         self._connection: _McpConnection | None = None
         self._connection_tasks: set[asyncio.Task[None]] = set()
-        """Tasks of connections that are open or closing."""
         self._breaker = CircuitBreaker(failures=2)
         self._closed, self._num_failures = False, 0
 
@@ -113,7 +108,6 @@ class McpClient:
         return [McpTool(self, each) for each in listed if self.only is None or each.name in self.only]
 
     def _check_command(self) -> None:
-        """Raise ConfigError for a missing program or working directory."""
         if isinstance(self.server, str):
             return
         if self.cwd is not None and not os.path.isdir(self.cwd):
@@ -147,8 +141,6 @@ class McpClient:
         with suppress(Exception):
             asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(15)
         self._loop.call_soon_threadsafe(self._loop.stop)
-
-    # ------------------------------------------------------------------------------------------------
 
     async def _list(self) -> list[types.Tool]:
         client = (await self._connect()).client
@@ -208,10 +200,8 @@ class McpClient:
 
     def _transport(self, errors: TextIO) -> Any:
         if not isinstance(self.server, str):
-            program, *arguments = supervised_command(list(self.server))
-            return stdio_client(
-                StdioServerParameters(command=program, args=arguments, env=self.env, cwd=self.cwd), errors
-            )
+            program, *words = supervised_command(list(self.server))
+            return stdio_client(StdioServerParameters(command=program, args=words, env=self.env, cwd=self.cwd), errors)
         if not self.headers:
             return self.server
         from mcp.client.streamable_http import streamable_http_client
@@ -247,7 +237,6 @@ class _McpConnection:
         self._stop = asyncio.Event()
         self._scope: anyio.CancelScope | None = None
         self.last_line = ""
-        """Last line of a failed command's standard error."""
         self.task = asyncio.create_task(self._run(transport, seconds))
 
     async def _run(self, transport: Callable[[TextIO], Any], seconds: float) -> None:
@@ -264,9 +253,8 @@ class _McpConnection:
             errors.seek(0)
             self.last_line = next((line.strip() for line in reversed(errors.readlines()) if line.strip()), "")[:300]
         if not self.ready.done():
-            reason = (
-                f"no response in {seconds:g} s" if isinstance(failure, TimeoutError) else _reason(failure or EOFError())
-            )
+            late = isinstance(failure, TimeoutError)
+            reason = f"no response in {seconds:g} s" if late else _reason(failure or EOFError())
             self.ready.set_exception(
                 ConnectionError(f"{reason}. Its last line: {self.last_line}" if self.last_line else reason)
             )
@@ -303,13 +291,9 @@ def _text(result: types.CallToolResult) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Message of the innermost exception of a group."""
     while isinstance(error, BaseExceptionGroup) and error.exceptions:
         error = error.exceptions[0]
     return str(error) or type(error).__name__
-
-
-# ------------------------------------------------------------------------------------------------ MCP server
 
 
 def make_server(dispatcher: ToolDispatcher) -> Server[Any]:
@@ -339,7 +323,6 @@ def make_server(dispatcher: ToolDispatcher) -> Server[Any]:
 
 
 def serve_stdio(tools: Sequence[AnyTool]) -> None:
-    """Serve MCP on standard input and output."""
     from mcp.server.stdio import stdio_server
 
     async def run() -> None:

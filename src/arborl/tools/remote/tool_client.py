@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import time
@@ -16,10 +17,9 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from arborl.errors import ArborError, ConfigError, EpisodeError, boundary, did_you_mean, paused_deadlines
-from arborl.tools.core.call_policy import backoff_seconds
+from arborl.retry import CircuitBreaker, backoff_waits
 from arborl.tools.core.tool import CallLimiter
 from arborl.tools.core.tool_context import ToolContext
-from arborl.tools.remote.circuit_breaker import CircuitBreaker
 from arborl.tools.remote.http_connections import ConnectionBroken, HttpConnections, HttpReply
 from arborl.tools.remote.tool_protocol import CallRequest, CallResponse, ToolDescription, bearer_header
 from arborl.types import ToolResult
@@ -55,7 +55,7 @@ class ToolClient:
         call_seconds: timeout of one call with all retries.
         limit: every attempt waits for it. Waits for the limit and for `concurrency` do not count towards timeouts.
         retries: attempts after the first; by default as many as fit into `call_seconds`.
-        backoff: seconds before the first retry; doubled with each up to `max_backoff`.
+        backoff: seconds before the first retry; doubled with each up to 5.
     """
 
     def __init__(
@@ -67,7 +67,6 @@ class ToolClient:
         call_seconds: float = 120.0,
         limit: CallLimiter | None = None,
         backoff: float = 0.1,
-        max_backoff: float = 5.0,
         retries: int | None = None,
     ):
         url = url or os.environ.get("ARBORL_TOOL_SERVER")
@@ -78,9 +77,8 @@ class ToolClient:
         self.url = url.rstrip("/")
         HttpConnections(self.url)  # raises for an invalid address
         self.name = uuid.uuid4().hex[:12]
-        """Prefix of this client's session names."""
         self.concurrency, self.attempt_seconds, self.call_seconds = concurrency, attempt_seconds, call_seconds
-        self.limit, self.backoff, self.max_backoff, self.retries = limit, backoff, max_backoff, retries
+        self.limit, self.retries, self.backoff = limit, retries, backoff
         key = api_key if api_key is not None else os.environ.get("ARBORL_TOOL_API_KEY")
         self._headers = bearer_header(key)
         self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState] = weakref.WeakKeyDictionary()
@@ -96,9 +94,7 @@ class ToolClient:
                 "Start one: arborl tools serve --tools calculator,python"
             ) from error
         if response.status_code == 401:
-            raise ConfigError(
-                f"the tool server at {self.url} needs another API key: api_key=…, or ARBORL_TOOL_API_KEY."
-            )
+            raise ConfigError(f"tool server at {self.url} needs another API key: api_key=…, or ARBORL_TOOL_API_KEY.")
         try:
             response.raise_for_status()
             descriptions = DESCRIPTIONS.validate_json(response.content)
@@ -107,9 +103,7 @@ class ToolClient:
         names = [one.name for one in descriptions]
         if missing := [name for name in only or () if name not in names]:
             near = did_you_mean(missing[0], names)
-            raise ConfigError(
-                f"the tool server at {self.url} has no tool {missing[0]!r}.{near} It has: {', '.join(names)}."
-            )
+            raise ConfigError(f"tool server {self.url} has no tool {missing[0]!r}.{near} It has: {', '.join(names)}.")
         return [RemoteTool(self, one) for one in descriptions if only is None or one.name in only]
 
     async def call(
@@ -142,21 +136,21 @@ class ToolClient:
     async def request(self, path: str, body: bytes, method: str = "POST") -> bytes:
         """Send one request with retries. Raises `ToolServerUnavailable` or `_RequestRefused`."""
         state, server = self._loop_state(), f"the tool server at {self.url}"
-        reason, attempt = "no attempt was made", 0
+        reason, limit = "no attempt was made", f"{self.call_seconds:g} s"
         try:
             async with boundary(server, self.call_seconds), state.slot():
-                while True:
+                waits = backoff_waits(self.retries, self.backoff, 5.0, jitter=0.5)
+                for pause in itertools.chain(waits, [None]):
                     data, reason, wait = await self._attempt(state, method, path, body)
                     if data is not None:
                         return data
-                    if attempt == self.retries:
-                        raise ToolServerUnavailable(f"{server} did not respond in {attempt + 1} attempts ({reason})")
-                    await asyncio.sleep(max(wait, backoff_seconds(attempt, self.backoff, self.max_backoff)))
-                    attempt += 1
+                    if pause is not None:
+                        await asyncio.sleep(max(wait, pause))
+                limit = f"{self.retries} retries"
         except EpisodeError as error:
             if not isinstance(error.cause, TimeoutError):
                 raise error.cause from None
-        raise ToolServerUnavailable(f"{server} did not respond within {self.call_seconds:g} s ({reason})")
+        raise ToolServerUnavailable(f"{server} did not respond within {limit} ({reason})")
 
     async def _attempt(self, state: _LoopState, method: str, path: str, body: bytes) -> tuple[bytes | None, str, float]:
         """The response body; or None, the reason, and the server's Retry-After."""
@@ -197,7 +191,6 @@ class ToolClient:
             return
 
     async def close(self, seconds: float = 10.0) -> None:
-        """Refuse new calls, wait for running ones, close the connections."""
         self._closed = True
         state = self._loops.pop(asyncio.get_running_loop(), None)
         if state is not None:
@@ -222,7 +215,6 @@ class RemoteTool:
         return f"RemoteTool({self.name!r}, {self.client.url!r})"
 
     async def run(self, arguments: Mapping[str, Any], context: ToolContext | None = None) -> ToolResult:
-        """Run one call. The end of the episode closes its session on the server."""
         if context is None:
             return await self.client.call(self.name, arguments)
         session = None

@@ -25,7 +25,6 @@ from arborl.types import Task, ToolCall, ToolResult
 log = logging.getLogger(__name__)
 
 UNKNOWN = ""
-"""Queue of all unknown tool names."""
 MAX_STORED_RESPONSES = 10_000
 
 
@@ -63,7 +62,6 @@ class ToolQueue:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Wait for one of the running slots, first come first served."""
         async with self._semaphore:
             self.running += 1
             try:
@@ -77,23 +75,12 @@ class ToolSession:
     """State of one episode of a client."""
 
     context: ToolContext
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Calls of stateful tools run one after another."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # calls of stateful tools run one after another
     last_used: float = 0.0
 
 
 class ToolDispatcher:
-    """Runs calls.
-
-    Args:
-        tools: tools or functions.
-        concurrency: concurrent calls per tool.
-        queue: waiting calls per tool; further calls raise `TooManyCalls`.
-        journal: journal of stateful calls; by default in memory.
-        session_seconds: a session that is unused for this time is closed.
-        on_result: called with the tool's name and the result of every call.
-        pool: sandboxes for `execute`.
-    """
+    """Runs calls."""
 
     def __init__(
         self,
@@ -128,8 +115,6 @@ class ToolDispatcher:
     def waiting(self) -> int:
         return sum(queue.waiting for queue in self._queues.values())
 
-    # ------------------------------------------------------------------------------------------------ calls
-
     async def call(self, request: CallRequest) -> CallResponse:
         """Run one call. A repeated request gets the stored response."""
         if request.key is not None and (stored := self._find(request.key)) is not None:
@@ -150,7 +135,6 @@ class ToolDispatcher:
         return await asyncio.shield(task)
 
     async def execute(self, code: str) -> SandboxResult:
-        """Run code in a new sandbox, with the limits of the tool `python`."""
         queue = self._admit("python")
         try:
             async with queue.slot():
@@ -180,13 +164,9 @@ class ToolDispatcher:
             return digest, CallResponse.model_validate_json(text)
         return digest, lost_call("the tool server was stopped while this call ran; its effect is unknown")
 
-    def _is_stateful(self, request: CallRequest) -> bool:
-        tool = self.toolbox.tools.get(request.name)
-        return tool is not None and tool.stateful
-
     async def _run(self, request: CallRequest, queue: ToolQueue) -> CallResponse:
         try:
-            if self._is_stateful(request):
+            if getattr(self.toolbox.tools.get(request.name), "stateful", False):
                 response = await self._run_stateful(request, queue)
             else:
                 async with queue.slot():
@@ -223,8 +203,6 @@ class ToolDispatcher:
         self.on_result(request.name if request.name in self.toolbox.tools else "unknown", result)
         return CallResponse.of(result)
 
-    # ------------------------------------------------------------------------------------------------ sessions
-
     @asynccontextmanager
     async def _session(self, request: CallRequest) -> AsyncIterator[ToolContext | None]:
         """Context of the call's session; a temporary one without a session; None if the session was lost."""
@@ -245,7 +223,6 @@ class ToolDispatcher:
             yield session.context
 
     async def end_session(self, name: str) -> None:
-        """Close the state of a session; unknown names are ignored."""
         session = self._sessions.pop(name, None)
         self.journal.close_session(name)
         if session is not None:
@@ -261,7 +238,6 @@ class ToolDispatcher:
             await self.end_session(name)
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new calls, wait for running ones, close all sessions."""
         self.draining = True
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=seconds)
@@ -282,17 +258,13 @@ def describe_tool(tool: AnyTool) -> ToolDescription:
 
 
 def lost_call(reason: str) -> CallResponse:
-    """The response to a call with unknown outcome."""
     return CallResponse(content=reason, ok=False, kind="lost", seconds=0.0)
 
-
-# ------------------------------------------------------------------------------------------------ journal
 
 KEEP_SECONDS = 24 * 3600.0
 SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError, MemoryError)
 """Errors of a damaged file: also undecodable messages and impossible lengths."""
 JOURNAL_VERSION = 2
-"""Version of the tables; other versions are deleted."""
 
 
 class JournalUnavailable(ArborError):
@@ -307,21 +279,10 @@ CREATE TABLE IF NOT EXISTS sessions (name TEXT PRIMARY KEY, life TEXT NOT NULL, 
 
 
 class CallJournal:
-    """Stateful calls on disk, written before and after each call. It survives the process, not a power failure.
-
-    Example:
-        journal = CallJournal(path)
-        if journal.begin("key", digest):         # first time
-            journal.end("key", answer)
-        journal.find("key")                      # (digest, answer); the answer is None if it did not end
-
-    Args:
-        path: file; None: in memory.
-    """
+    """Stateful calls on disk, written before and after each call. It survives the process, not a power failure."""
 
     def __init__(self, path: Path | None):
         self.server_id = uuid.uuid4().hex
-        """Id of this server process."""
         try:
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -347,9 +308,8 @@ class CallJournal:
 
     def begin(self, key: str, digest: str) -> bool:
         """Record that the call starts; False if it was started before."""
-        return (
-            self._execute("INSERT OR IGNORE INTO calls VALUES (?, ?, NULL, ?)", key, digest, time.time()).rowcount == 1
-        )
+        added = self._execute("INSERT OR IGNORE INTO calls VALUES (?, ?, NULL, ?)", key, digest, time.time())
+        return added.rowcount == 1
 
     def end(self, key: str, answer: str) -> None:
         """Record the response. On failure the call stays recorded as started."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -13,42 +13,29 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from arborl.errors import ConfigError
 from arborl.types import ToolResult, ToolSpec
 
-VISIBLE_ASCII = r"^[!-~]+$"
-"""Keys and session names: valid in paths, files and logs."""
+VISIBLE_ASCII = r"^[!-~]+$"  # keys and session names: valid in paths, files and logs
 MAX_DEPTH = 64
-"""Nesting depth of lists and objects."""
 MAX_VALUES = 2**16
-"""Values and keys of a request."""
-MAX_ARGUMENT_VALUES = 2**13
-"""Values and keys of the arguments, which the event loop validates."""
+MAX_ARGUMENT_VALUES = 2**13  # values and keys of the arguments, which the event loop validates
 
 
-def check_depth(value: dict[str, Any]) -> dict[str, Any]:
-    _count_values(value)
-    return value
-
-
-def check_size(value: dict[str, Any]) -> dict[str, Any]:
-    if _count_values(value) > MAX_ARGUMENT_VALUES:
-        raise ValueError(f"more than {MAX_ARGUMENT_VALUES:,} values and keys")
-    return value
-
-
-def _count_values(value: dict[str, Any]) -> int:
-    """Number of values and keys; ValueError for a value that is nested too deep."""
+def check_values(value: dict[str, Any], most: int = MAX_VALUES) -> dict[str, Any]:
+    """The value; ValueError if it has more than `most` values and keys, or is nested too deep."""
     level: list[Any] = [value]
     count = 0
     for _ in range(MAX_DEPTH):
         inner = [each.values() if isinstance(each, Mapping) else each for each in level]
         count += sum(len(each) * (2 if isinstance(each, Mapping) else 1) for each in level)
         level = [item for each in inner for item in each if isinstance(item, Mapping | list)]
+        if not level and count > most:
+            raise ValueError(f"more than {most:,} values and keys")
         if not level:
-            return count
+            return value
     raise ValueError(f"nested more than {MAX_DEPTH} deep")
 
 
-TaskFields = Annotated[dict[str, Any], AfterValidator(check_depth)]
-CallArguments = Annotated[dict[str, Any], AfterValidator(check_size)]
+TaskFields = Annotated[dict[str, Any], AfterValidator(check_values)]
+CallArguments = Annotated[dict[str, Any], AfterValidator(partial(check_values, most=MAX_ARGUMENT_VALUES))]
 
 
 class StrictModel(BaseModel):
@@ -65,7 +52,6 @@ class CallRequest(StrictModel):
     session: str | None = Field(None, max_length=200, pattern=VISIBLE_ASCII)
     """Calls of one session share the state of stateful tools."""
     fields: TaskFields = Field(default_factory=dict)
-    """Task fields that the tool needs."""
 
     @cached_property
     def digest(self) -> str:
@@ -80,7 +66,6 @@ class CallResponse(StrictModel):
     kind: str
     seconds: float
     replayed: bool = False
-    """The stored response of an earlier request."""
 
     @classmethod
     def of(cls, result: ToolResult) -> CallResponse:
@@ -97,7 +82,6 @@ class ToolDescription(StrictModel):
     stateful: bool = False
     terminal: bool = False
     fields: list[str] = Field(default_factory=list)
-    """Task fields to send with each call."""
 
     @property
     def spec(self) -> ToolSpec:
@@ -123,8 +107,7 @@ class LimitRequest(StrictModel):
     name: str = Field(max_length=200)
     per_minute: float = Field(ge=0.001, le=1e9, allow_inf_nan=False)
     burst: int = Field(1, ge=1, le=1_000_000)
-    timeout: float = Field(30.0, ge=0, le=600, allow_inf_nan=False)
-    """Respond within this many seconds, granted or not."""
+    timeout: float = Field(30.0, ge=0, le=600, allow_inf_nan=False)  # respond within this many seconds, granted or not
 
 
 class LimitResponse(StrictModel):
@@ -132,8 +115,7 @@ class LimitResponse(StrictModel):
 
 
 class HealthResponse(StrictModel):
-    status: str
-    """`ok` or `draining`."""
+    status: str  # `ok` or `draining`
     running: int
     waiting: int
     sandbox: str | None = None

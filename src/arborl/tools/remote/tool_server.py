@@ -20,6 +20,7 @@ from arborl.sandbox import POOLS, active_level
 from arborl.tools.core.background_threads import num_hanging_calls, run_in_thread
 from arborl.tools.core.json_bounds import JsonBounds, JsonBoundsError, load_json
 from arborl.tools.core.rate_limit import RateLimit, RateLimitTimeout
+from arborl.tools.remote import tool_protocol as protocol
 from arborl.tools.remote.http_middleware import PendingConnections, RequestFilter, error_response, uvicorn_config
 from arborl.tools.remote.tool_dispatcher import (
     JournalUnavailable,
@@ -28,43 +29,26 @@ from arborl.tools.remote.tool_dispatcher import (
     ToolDispatcher,
     TooManyCalls,
 )
-from arborl.tools.remote.tool_protocol import (
-    MAX_DEPTH,
-    MAX_VALUES,
-    VISIBLE_ASCII,
-    CallRequest,
-    CallResponse,
-    ErrorResponse,
-    ExecuteRequest,
-    ExecuteResponse,
-    HealthResponse,
-    LimitRequest,
-    LimitResponse,
-    ToolDescription,
-    encode_api_key,
-    replace_surrogates,
-)
 from arborl.types import ToolResult
 
 if TYPE_CHECKING:
     import uvicorn
 
 MAX_RATE_LIMITS = 1000
-BODY_BOUNDS = JsonBounds(depth=MAX_DEPTH + 2, values=MAX_VALUES)
-MAX_INLINE_PARSE = 2**16
-"""Larger bodies are parsed in a thread."""
+BODY_BOUNDS = JsonBounds(depth=protocol.MAX_DEPTH + 2, values=protocol.MAX_VALUES)
+MAX_INLINE_PARSE = 2**16  # larger bodies are parsed in a thread
 MAX_NAMED_ERRORS = 20
+STATUS_TEXT = {
+    401: "wrong or missing API key; nothing was run",
+    409: "the name or key is in use for something else; nothing was run",
+    413: "the body is too large",
+    421: "foreign host name, and no API key is set; nothing was run",
+    422: "the body is not a valid request",
+    429: "too many calls are waiting; nothing was run",
+    503: "the server is stopping, or the journal cannot be used; nothing was run",
+}
 RESPONSES: dict[int | str, dict[str, Any]] = {
-    401: {"model": ErrorResponse, "description": "wrong or missing API key; nothing was run"},
-    409: {"model": ErrorResponse, "description": "the name or key is in use for something else; nothing was run"},
-    413: {"model": ErrorResponse, "description": "the body is too large"},
-    421: {"model": ErrorResponse, "description": "foreign host name, and no API key is set; nothing was run"},
-    422: {"model": ErrorResponse, "description": "the body is not a valid request"},
-    429: {"model": ErrorResponse, "description": "too many calls are waiting; nothing was run"},
-    503: {
-        "model": ErrorResponse,
-        "description": "the server is stopping, or the journal cannot be used; nothing was run",
-    },
+    status: {"model": protocol.ErrorResponse, "description": text} for status, text in STATUS_TEXT.items()
 }
 
 
@@ -76,34 +60,23 @@ def make_app(
     drain_seconds: float = 30.0,
     extra: Sequence[Callable[[FastAPI], AsyncIterator[None]]] = (),
 ) -> FastAPI:
-    """The server as an ASGI application.
-
-    Args:
-        dispatcher: runs the calls.
-        api_key: required by every request except `/health`, as `Authorization: Bearer …` or `X-API-Key: …`. Without
-            one, only requests to an address or to `localhost` are accepted.
-        max_body: maximum bytes of a request.
-        limit_seconds: longest wait for a rate limit within one request.
-        drain_seconds: time for running calls when the server stops.
-        extra: context managers of the application's lifetime (the MCP endpoint).
-    """
     pending, limits = PendingConnections(), SharedRateLimits(limit_seconds)
     metrics = ToolServerMetrics(dispatcher, pending)
     dispatcher.on_result = metrics.count
-    app = FastAPI(
-        title="Arbor tool server", responses=RESPONSES, lifespan=_lifespan(dispatcher, drain_seconds, extra, limits)
-    )
+    lifespan = _lifespan(dispatcher, drain_seconds, extra, limits)
+    app = FastAPI(title="Arbor tool server", responses=RESPONSES, lifespan=lifespan)
     app.state.half_open = pending
     app.router.route_class = BoundedRoute
-    app.add_middleware(RequestFilter, key=None if api_key is None else encode_api_key(api_key), max_body=max_body)
+    key = None if api_key is None else protocol.encode_api_key(api_key)
+    app.add_middleware(RequestFilter, key=key, max_body=max_body)
     _add_calls(app, dispatcher)
     _add_limits(app, limits)
     _add_health(app, dispatcher, metrics)
-    app.add_exception_handler(TooManyCalls, _error_handler(429, {"Retry-After": "1"}))
-    app.add_exception_handler(ServerDraining, _error_handler(503, {"Retry-After": "2"}))
-    app.add_exception_handler(JournalUnavailable, _error_handler(503, {"Retry-After": "2"}))
-    app.add_exception_handler(KeyReused, _error_handler(409))
-    app.add_exception_handler(ConfigError, _error_handler(409))
+    for kind, status, retry in (
+        (TooManyCalls, 429, "1"), (ServerDraining, 503, "2"), (JournalUnavailable, 503, "2"), (KeyReused, 409, ""),
+        (ConfigError, 409, ""),
+    ):  # fmt: skip
+        app.add_exception_handler(kind, _error_handler(status, {"Retry-After": retry} if retry else None))
     app.add_exception_handler(RequestValidationError, _invalid_request)
     return app
 
@@ -148,12 +121,12 @@ def _lifespan(dispatcher: ToolDispatcher, drain_seconds: float, extra: Sequence[
 
 def _add_calls(app: FastAPI, dispatcher: ToolDispatcher) -> None:
     @app.get("/tools")
-    async def tools() -> list[ToolDescription]:
+    async def tools() -> list[protocol.ToolDescription]:
         """The tools."""
         return dispatcher.descriptions()
 
     @app.post("/call")
-    async def call(request: CallRequest) -> CallResponse:
+    async def call(request: protocol.CallRequest) -> protocol.CallResponse:
         """Run one call. A failed call has `ok: false`."""
         return await dispatcher.call(request)
 
@@ -163,43 +136,42 @@ def _add_calls(app: FastAPI, dispatcher: ToolDispatcher) -> None:
     @app.delete("/sessions/{name}", status_code=204)
     async def end_session(name: str) -> Response:
         """Close the state of a session."""
-        if re.fullmatch(VISIBLE_ASCII, name):
+        if re.fullmatch(protocol.VISIBLE_ASCII, name):
             await dispatcher.end_session(name)
         return Response(status_code=204)
 
 
 def _add_execute(app: FastAPI, dispatcher: ToolDispatcher) -> None:
     @app.post("/execute")
-    async def execute(request: ExecuteRequest) -> ExecuteResponse:
+    async def execute(request: protocol.ExecuteRequest) -> protocol.ExecuteResponse:
         """Run Python in a new sandbox."""
         result = await dispatcher.execute(request.code)
-        return ExecuteResponse(
+        return protocol.ExecuteResponse(
             success=result.ok,
-            output=replace_surrogates("\n".join(filter(None, (result.stdout.rstrip("\n"), result.value)))),
-            error=None if result.ok else replace_surrogates(result.stderr.strip() or result.error),
+            output=protocol.replace_surrogates("\n".join(filter(None, (result.stdout.rstrip("\n"), result.value)))),
+            error=None if result.ok else protocol.replace_surrogates(result.stderr.strip() or result.error),
             execution_time=result.seconds,
         )
 
 
 class SharedRateLimits:
-    """Rate limits that clients share by name.
-
-    Unused limits are removed with their files when there are too many and when the server stops. A limit that has
-    granted calls ahead of time stays on disk, so that a restart does not grant them twice.
-    """
+    """Rate limits that clients share by name. Unused limits are removed with their files when there are too many and
+    when the server stops. A limit that has granted calls ahead of time stays on disk, so that a restart does not grant
+    them twice."""
 
     def __init__(self, longest_wait: float):
         self.longest_wait = longest_wait
         self._limits: dict[tuple[str, float, int], RateLimit] = {}
 
-    def get(self, body: LimitRequest) -> RateLimit:
+    def get(self, body: protocol.LimitRequest) -> RateLimit:
         key = (body.name, body.per_minute, body.burst)
         if key not in self._limits and len(self._limits) >= MAX_RATE_LIMITS:
             self.remove_unused()
             if len(self._limits) >= MAX_RATE_LIMITS:
                 raise TooManyCalls(f"{MAX_RATE_LIMITS} rate limits are in use")
         if key not in self._limits:
-            self._limits[key] = RateLimit(body.per_minute, body.burst, f"cluster {replace_surrogates(body.name)}")
+            name = f"cluster {protocol.replace_surrogates(body.name)}"
+            self._limits[key] = RateLimit(body.per_minute, body.burst, name)
         return self._limits[key]
 
     def remove_unused(self) -> None:
@@ -208,31 +180,30 @@ class SharedRateLimits:
 
 def _add_limits(app: FastAPI, limits: SharedRateLimits) -> None:
     @app.post("/limit")
-    async def limit(body: LimitRequest, request: Request) -> LimitResponse:
+    async def limit(body: protocol.LimitRequest, request: Request) -> protocol.LimitResponse:
         """Wait for one grant of a shared rate limit."""
-        waiting = limits.get(body).acquire(min(body.timeout, limits.longest_wait))
-        granted = asyncio.create_task(waiting)
+        granted = asyncio.create_task(limits.get(body).acquire(min(body.timeout, limits.longest_wait)))
         while not granted.done():
             await asyncio.wait([granted], timeout=1.0)
             if not granted.done() and await request.is_disconnected():
                 granted.cancel()
-                await asyncio.wait([granted])
-        if granted.cancelled():
-            return LimitResponse(granted=False)
-        if isinstance(granted.exception(), RateLimitTimeout):
-            return LimitResponse(granted=False)
-        granted.result()
-        return LimitResponse(granted=True)
+        try:
+            await granted
+        except (asyncio.CancelledError, RateLimitTimeout):
+            return protocol.LimitResponse(granted=False)
+        return protocol.LimitResponse(granted=True)
 
 
 def _add_health(app: FastAPI, dispatcher: ToolDispatcher, server_metrics: ToolServerMetrics) -> None:
     level = active_level().name if any(name == "python" for name in dispatcher.toolbox.tools) else None
 
     @app.get("/health")
-    async def health() -> HealthResponse:
+    async def health() -> protocol.HealthResponse:
         """Whether the server accepts calls; needs no API key."""
         status = "draining" if dispatcher.draining else "ok"
-        return HealthResponse(status=status, running=dispatcher.running, waiting=dispatcher.waiting, sandbox=level)
+        return protocol.HealthResponse(
+            status=status, running=dispatcher.running, waiting=dispatcher.waiting, sandbox=level
+        )
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -286,7 +257,6 @@ async def _invalid_request(request: Request, error: Exception) -> Response:
 
 
 def serve(app: FastAPI, host: str, port: int, drain_seconds: float = 30.0) -> None:
-    """Serve until a signal; then wait for running calls."""
     make_server(app, host, port, drain_seconds).run()
 
 

@@ -1,4 +1,4 @@
-"""The viewer's HTTP application. It only reads.
+"""The viewer's HTTP application and server. It only reads.
 
 Names from a browser are looked up in what was found on disk; none becomes a path or part of a query. The content of
 episodes may be hostile: it is sent as JSON and inserted into the page as text.
@@ -6,25 +6,28 @@ episodes may be hostile: it is sent as JSON and inserted into the page as text.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
+import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
+import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from arborl.errors import ConfigError
 from arborl.rollout.term_store import TermStore
-from arborl.tools.remote.http_middleware import PendingConnections, RequestFilter
+from arborl.tools.remote.http_middleware import PendingConnections, RequestFilter, uvicorn_config
 from arborl.track.folder_files import MAX_INT, Unreadable, entries_of, read_bytes, read_json
 from arborl.types import Episode
-from arborl.view.web import episode_search, folders, metrics
+from arborl.view.web import episode_search, folders
 from arborl.view.web.episode import calls_of, episode_as_dict, parsed
 from arborl.view.web.gradient import strongest
 from arborl.view.web.group import alternatives_of, divergence, tree_of
@@ -67,6 +70,10 @@ class RunCache:
             return self.runs[run]
         except KeyError:
             raise HTTPException(404, f"there is no run {run!r}") from None
+
+    def rows(self, run: str) -> folders.Rows:
+        """The metrics of the run."""
+        return folders.read_rows(self.folder(run))[0]
 
     def index(self, run: str) -> EpisodeIndex:
         """The run's index, updated for at most `INDEX_SECONDS`."""
@@ -138,17 +145,8 @@ def make_app(root: Path) -> FastAPI:
     _add_reading(app, cache)
     _add_files(app, cache)
 
-    @app.exception_handler(OSError)
-    async def unreadable(request: Request, error: OSError) -> Response:
-        return JSONResponse({"detail": f"cannot be read: {error}"}, 500)
-
-    @app.exception_handler(Unreadable)
-    async def refused(request: Request, error: Unreadable) -> Response:
-        return JSONResponse({"detail": str(error)}, 409)
-
-    @app.exception_handler(OverflowError)
-    async def too_large(request: Request, error: OverflowError) -> Response:
-        return JSONResponse({"detail": "a number is too large"}, 422)
+    for kind, status in ((OSError, 500), (Unreadable, 409), (OverflowError, 422)):
+        app.add_exception_handler(kind, partial(_error_response, status))
 
     @app.middleware("http")
     async def add_headers(request: Request, call_next: Any) -> Response:
@@ -160,13 +158,19 @@ def make_app(root: Path) -> FastAPI:
     return app
 
 
+async def _error_response(status: int, request: Request, error: Exception) -> Response:
+    prefix = "cannot be read: " if isinstance(error, OSError) else ""
+    detail = "a number is too large" if isinstance(error, OverflowError) else f"{prefix}{error}"
+    return JSONResponse({"detail": detail}, status)
+
+
 def _add_runs(app: FastAPI, cache: RunCache) -> None:
     @app.get("/api/runs")
     def runs() -> Response:
         """Every run with its state."""
         found = []
         for name, folder in cache.runs.all().items():
-            rows, problem = metrics.read_rows(folder)
+            rows, problem = folders.read_rows(folder)
             last = rows[-1] if rows else {}
             shown = {name: last.get(name) for name in ("reward/mean", "episode/success")}
             row = {"run": name, **folders.run_state(folder), "step": last.get("step", 0), "last": shown}
@@ -183,14 +187,12 @@ def _add_runs(app: FastAPI, cache: RunCache) -> None:
     @app.get("/api/names")
     def names(run: Names) -> Response:
         """Names of the runs' metrics."""
-        return json_response(
-            list(dict.fromkeys(n for name in run for n in metrics.names_of(metrics.rows_of(cache.folder(name)))))
-        )
+        return json_response(list(dict.fromkeys(n for name in run for n in folders.names_of(cache.rows(name)))))
 
     @app.get("/api/series")
     def series(run: Names, name: Annotated[list[str], Query(max_length=400)]) -> Response:
         """Metrics of these runs for charts."""
-        return json_response({one: metrics.series(metrics.rows_of(cache.folder(one)), name) for one in run})
+        return json_response({one: folders.series(cache.rows(one), name) for one in run})
 
     @app.get("/api/pulse")
     def pulse(run: Annotated[list[str], Query(max_length=MAX_RUNS)] = []) -> Response:  # noqa: B006
@@ -201,7 +203,7 @@ def _add_runs(app: FastAPI, cache: RunCache) -> None:
             if name in known:
                 newest = max((file.changed for file in EpisodeIndex(known[name]).files()), default=0)
                 state = folders.run_state(known[name])["state"]
-                found[name] = [*metrics.stamp_of(known[name]), newest, state]
+                found[name] = [*folders.stamp_of(known[name]), newest, state]
         return json_response(found)
 
 
@@ -327,3 +329,35 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(inner) for inner in value]
     return str(value)
+
+
+# ------------------------------------------------------------------------------------------------ server
+
+HOST = "127.0.0.1"
+"""Local connections only: the viewer has no authentication."""
+
+
+class Viewer(uvicorn.Server):
+    """Serves the runs of a folder; `on_start` gets the address once the server accepts requests."""
+
+    def __init__(self, root: Path, port: int, on_start: Callable[[str], object] = lambda at: None):
+        super().__init__(uvicorn_config(make_app(root), HOST, port, 1))
+        self.on_start = on_start
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.started:
+            self.on_start(f"http://{HOST}:{self.servers[0].sockets[0].getsockname()[1]}")
+
+
+def free_port(port: int, only: bool) -> int:
+    """The port; 0 (any) if it is in use and not required."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and not only:
+                return 0
+            raise ConfigError(f"--port {port}: {error.strerror}. Write another port, or 0 for any.") from error
+    return port

@@ -74,12 +74,7 @@ def message_of(message: Message) -> dict[str, Any]:
 
 
 def calls_of(episode: Episode, decode: Decode | None, terms: Columns | None, line: int) -> list[dict[str, Any]]:
-    """Each model call: repeated prefix, new prompt tokens, and sampled tokens.
-
-    Args:
-        terms: loss terms of the step, if stored.
-        line: the episode's line in its file.
-    """
+    """Each model call of the episode at `line`: repeated prefix, new prompt tokens, sampled tokens and their terms."""
     seen: list[Tokens] = []
     earlier_messages: list[tuple[Message, ...]] = []
     rows: Any = [] if terms is None else np.flatnonzero(terms["episode"] == line)

@@ -75,11 +75,7 @@ def matching(text: str) -> str:
 
 
 def page(rows: sqlite3.Connection, filters: EpisodeFilter, order: str, first: int, count: int) -> dict[str, Any]:
-    """One page of the matching episodes, and their total number.
-
-    Args:
-        order: columns, `-` for descending: `-step,reward`.
-    """
+    """One page of the matching episodes, and their total number; `order` is `-step,reward` (`-`: descending)."""
     where, values = filters.conditions()
     first, count = max(0, min(first, 2**40)), max(0, min(count, MAX_ROWS))
     named = order.removeprefix("-").startswith(("episode", "task"))

@@ -1,4 +1,4 @@
-"""The run folders below a folder: list, state, and differences of their configurations."""
+"""The run folders below a folder: list, state, differences of their configurations, and metrics as series."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from arborl.errors import ConfigError
-from arborl.track.folder_files import entries_of, is_regular, read_json, read_yaml
+from arborl.track.folder_files import Unreadable, entries_of, finite_number, is_regular, read_json, read_yaml
+from arborl.track.jsonl import read_metrics
 
 MAX_DEPTH = 4
 """Depth of the search for run folders."""
@@ -26,15 +28,10 @@ MAX_ENTRIES_BELOW = 20_000
 """Entries that are listed below each top-level folder."""
 MAX_IMAGES = 2000
 MAX_TEXT = 400
-MAX_NUMBER = 1e300
-"""NaN is not below it either."""
 
 
 class RunFolders:
-    """The run folders below a folder by relative path.
-
-    A name from a browser is looked up here and never becomes a path.
-    """
+    """The run folders below a folder. A name from a browser is looked up here and never becomes a path."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -78,11 +75,11 @@ def run_state(folder: Path) -> dict[str, Any]:
         "title": _text(config.get("name")) or folder.resolve().name,
         "state": _state(folder, summary),
         "changed": max((_changed(path) for path in files), default=0.0),
-        "steps": _number(look_up(config, "trainer.steps")),
+        "steps": finite_number(look_up(config, "trainer.steps")),
         "model": _text(look_up(config, "model.name")),
         "algorithm": _text(look_up(config, "algorithm.name")),
         "environment": _text(look_up(config, "env.name")),
-        "seed": _number(config.get("seed")),
+        "seed": finite_number(config.get("seed")),
         "before": summary["before"],
         "after": summary["after"],
         "seconds": summary["train_seconds"],
@@ -149,13 +146,12 @@ def _read_cached(path: Path, reader: Callable[[Path], Any], stamp: tuple[int, ..
 
 def _plain_summary(found: Mapping[str, Any]) -> dict[str, Any]:
     failures = found.get("failures")
-    seconds = found.get("train_seconds")
     return {
         "there": bool(found),
         "stopped": bool(found.get("stopped")),
-        "seed": _number(found.get("seed")),
-        "steps": _number(found.get("steps")),
-        "train_seconds": _number(seconds),
+        "seed": finite_number(found.get("seed")),
+        "steps": finite_number(found.get("steps")),
+        "train_seconds": finite_number(found.get("train_seconds")),
         "before": _numbers(found.get("before")),
         "after": _numbers(found.get("after")),
         "failures": [one for one in failures if isinstance(one, Mapping)] if isinstance(failures, list) else [],
@@ -173,11 +169,7 @@ def look_up(config: Mapping[str, Any], path: str) -> Any:
 
 
 def flat(config: Any, before: str = "") -> dict[str, Any]:
-    """Dotted keys.
-
-    >>> flat({"a": {"b": 1, "c": []}, "d": "x"})
-    {'a.b': 1, 'a.c': [], 'd': 'x'}
-    """
+    """Dotted keys: `{'a.b': 1}` of `{'a': {'b': 1}}`."""
     if not isinstance(config, Mapping) or not config:
         return {before: config} if before else {}
     return {
@@ -222,19 +214,106 @@ def _cause(cause: Mapping[str, Any]) -> dict[str, Any]:
     failure = cause.get("failure")
     failure = failure if isinstance(failure, Mapping) else {}
     texts = {name: _text(failure.get(name)) for name in ("where", "kind", "message")}
-    return texts | {"count": _number(cause.get("count"))}
+    return texts | {"count": finite_number(cause.get("count"))}
 
 
 def _numbers(measured: Any) -> dict[str, float]:
     if not isinstance(measured, Mapping):
         return {}
-    return {str(name): value for name, number in measured.items() if (value := _number(number)) is not None}
-
-
-def _number(value: Any) -> Any:
-    """A finite number, otherwise None."""
-    return value if type(value) in (int, float) and abs(value) < MAX_NUMBER else None
+    return {str(name): value for name, number in measured.items() if (value := finite_number(number)) is not None}
 
 
 def _text(value: Any) -> str | None:
     return value[:MAX_TEXT] if isinstance(value, str) and value else None
+
+
+# ------------------------------------------------------------------------------------------------ metrics
+
+MAX_POINTS = 1200
+"""Points of a series; of more, minimum and maximum of each interval are kept."""
+MAX_CACHED = 32
+"""Files in the cache."""
+MAX_VALUES = 5_000_000
+"""Numbers of a run that are read; of more, those of the first steps."""
+
+Stamp = tuple[int, int, int]
+Rows = list[dict[str, Any]]
+_known: dict[Path, tuple[Stamp, Rows, str]] = {}
+_lock = threading.Lock()
+
+
+def read_rows(folder: Path) -> tuple[Rows, str]:
+    """The rows of `metrics.jsonl` and the file's problem; cached until the file changes."""
+    path, stamp = folder / "metrics.jsonl", stamp_of(folder)
+    known = _known.get(path)
+    if known is None or known[0] != stamp:
+        known = (stamp, *_read_rows(path))
+        with _lock:
+            _known.pop(path, None)
+            while len(_known) >= MAX_CACHED:
+                _known.pop(next(iter(_known)))
+            _known[path] = known
+    return known[1:]
+
+
+def _read_rows(path: Path) -> tuple[Rows, str]:
+    rows: Rows = []
+    count = 0
+    try:
+        for row in read_metrics(path):
+            count += len(row)
+            if count > MAX_VALUES:
+                return rows, f"{path.name}: has more than {MAX_VALUES:,} numbers; the first are shown."
+            rows.append(row)
+    except FileNotFoundError:
+        return [], ""
+    except OSError as error:
+        return [], f"{path.name}: cannot be read: {error.strerror}"
+    except Unreadable as error:
+        return [], str(error).removeprefix(f"{path.parent}/")
+    return rows, ""
+
+
+def stamp_of(folder: Path) -> Stamp:
+    try:
+        found = (folder / "metrics.jsonl").lstat()
+    except OSError:
+        return (0, 0, 0)
+    return (found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def names_of(rows: Sequence[dict[str, Any]]) -> list[str]:
+    return [name for name in dict.fromkeys(name for row in rows for name in row) if name != "step"]
+
+
+def series(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, dict[str, list[float]]]:
+    """Steps, training seconds and values of each metric."""
+    seconds = list(accumulate(finite_number(row.get("time/step")) or 0.0 for row in rows))
+    found: dict[str, dict[str, list[float]]] = {}
+    for name in names:
+        points = [
+            (row["step"], spent, value)
+            for row, spent in zip(rows, seconds, strict=True)
+            if (value := finite_number(row.get(name))) is not None
+        ]
+        kept = downsample(points)
+        if kept:
+            columns = [list(column) for column in zip(*kept, strict=True)]
+            found[name] = dict(zip(("step", "seconds", "value"), columns, strict=True))
+    return found
+
+
+def downsample(points: list[tuple[int, float, float]], most: int = MAX_POINTS) -> list[tuple[int, float, float]]:
+    """At most `most` points that keep all peaks.
+
+    >>> [value for *_, value in downsample([(n, 0.0, 9.0 if n == 5 else 0.0) for n in range(100)], 10)][:2]
+    [0.0, 9.0]
+    """
+    if len(points) <= most:
+        return points
+    width = -(-2 * len(points) // most)
+    kept = []
+    for begin in range(0, len(points), width):
+        some = points[begin : begin + width]
+        kept += sorted({min(some, key=lambda one: one[2]), max(some, key=lambda one: one[2])})
+    return kept

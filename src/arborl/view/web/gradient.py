@@ -21,12 +21,7 @@ NUM_SUMMED = 400
 def strongest(
     terms: Columns, episodes_of: Callable[[Sequence[int]], Mapping[int, Episode]], decode: Decode | None, most: int
 ) -> dict[str, Any]:
-    """The tokens with the largest gradient, with numbers and context; and sums by text and episode.
-
-    Args:
-        episodes_of: reads episodes by their lines in the step's file.
-        most: number of tokens.
-    """
+    """The `most` tokens with the largest gradient, with numbers and context; and sums by text and episode."""
     push = np.nan_to_num(gradient_norms(terms["pull"], terms["logprob"]))
     total = float(terms["pushed"])
     order = np.argsort(-push, kind="stable")

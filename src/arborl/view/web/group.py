@@ -121,11 +121,7 @@ def _alternative(token: int, samples: Sequence[tuple[int, float]], decode: Decod
 
 
 def divergence(one: Episode, other: Episode) -> Mapping[str, Any]:
-    """Where two episodes diverge: call, prompt or sampled part, and token.
-
-    Example:
-        divergence(a, b)      # {"call": 2, "part": "sampled", "token": 5}
-    """
+    """Where two episodes diverge: call, prompt or sampled part, and token."""
     for number, (mine, theirs) in enumerate(zip(one.calls, other.calls, strict=False)):
         for part, left, right in (
             ("read", list(mine.prompt), list(theirs.prompt)),

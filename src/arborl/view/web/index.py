@@ -25,7 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from arborl.rollout.episode_store import EPISODE_FILE
-from arborl.track.folder_files import MAX_LINES_FILE, Unreadable, entries_of, is_regular, open_regular, read_lines
+from arborl.track.folder_files import (
+    MAX_LINES_FILE,
+    Unreadable,
+    entries_of,
+    finite_number,
+    is_regular,
+    open_regular,
+    read_lines,
+)
 from arborl.types import NOT_SAMPLED
 
 log = logging.getLogger(__name__)
@@ -81,19 +89,7 @@ class EpisodeFile:
 
 
 class EpisodeIndex:
-    """The index of one run.
-
-    Args:
-        folder: the run folder; it is only read.
-        cache: folder of the index; the user's cache by default.
-
-    Example:
-        index = EpisodeIndex(folder)
-        index.begin()
-        index.wait(0.5)
-        with index.reading() as rows:
-            rows.execute("SELECT count(*) FROM episodes").fetchone()
-    """
+    """The index of one run, in the folder `cache`, by default the user's. The run folder is only read."""
 
     def __init__(self, folder: Path, cache: Path | None = None):
         self.folder, self.cache = folder, cache
@@ -302,7 +298,6 @@ def user_cache() -> Path:
 
 
 def delete_unused(cache: Path) -> None:
-    """Delete indices that were not opened for long."""
     for entry in entries_of(cache):
         with suppress(OSError):
             if entry.name.endswith(".sqlite3") and time.time() - entry.stat().st_mtime > MAX_AGE_SECONDS:
@@ -356,10 +351,7 @@ def _drop_missing(connection: sqlite3.Connection, files: list[EpisodeFile]) -> N
 
 
 def row_of(line: bytes) -> tuple[dict[str, Any], str] | None:
-    """The columns of an episode and its searchable text; None if the line is no episode.
-
-    Reads the JSON directly: an `Episode` object per line would take ten times as long.
-    """
+    """The columns of an episode and its searchable text; None if the line is no episode."""
     try:
         row = json.loads(line.decode("utf-8", "surrogatepass"))
         return _columns(row), "\n".join(_texts(row))[:MAX_SEARCHED_TEXT].encode("utf-8", "replace").decode()
@@ -369,7 +361,6 @@ def row_of(line: bytes) -> tuple[dict[str, Any], str] | None:
 
 def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
     task, calls, failure = row["task"], row["calls"], row["failure"]
-    lengths = [call["prompt"][1] + len(call["prompt"][2]) + len(call["tokens"]) for call in calls]
     versions = [min(call.get("versions") or [call["version"]]) for call in calls if call["tokens"]]
     sampled = [version for version in versions if version != NOT_SAMPLED]
     rewards = [float(value) for value in row["rewards"].values()]
@@ -379,30 +370,29 @@ def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
         "source": _short_text(task.get("source") or "", 200),
         "agent": _short_text(task.get("agent") or "", 200),
         "env": _short_text(task.get("env") or "", 200),
-        "reward": _finite(math.fsum(rewards)) if failure is None and all(map(math.isfinite, rewards)) else None,
-        "success": _finite(row["metrics"].get("success")),
+        "reward": finite_number(math.fsum(rewards)) if failure is None and all(map(math.isfinite, rewards)) else None,
+        "success": finite_number(row["metrics"].get("success")),
         "stop": _short_text(row["stop"], 60),
         "failure": _short_text(f"{failure['where']}: {failure['kind']}", 300) if failure else "",
         "turns": len(row["turns"]),
         "calls": len(calls),
         "sampled": sum(len(call["tokens"]) for call in calls),
-        "context": max(lengths, default=0),
-        "branches": sum(
-            1 for earlier, later in zip([None, *calls], calls, strict=False) if _starts_branch(earlier, later)
-        ),
+        "context": max(map(_length, calls), default=0),
+        "branches": sum(map(_starts_branch, [None, *calls], calls)),
         "version": min(sampled, default=None),
-        "seconds": _finite(row["seconds"]),
-        "weight": _finite(row.get("weight", 1.0)),
+        "seconds": finite_number(row["seconds"]),
+        "weight": finite_number(row.get("weight", 1.0)),
         "preview": _short_text(next(iter(_last_messages(row)), ""), 160),
     }
 
 
 def _starts_branch(earlier: Mapping[str, Any] | None, later: Mapping[str, Any]) -> bool:
     """Whether a call does not extend the call before it: approximately a new branch."""
-    if earlier is None:
-        return True
-    _, repeated, _ = later["prompt"]
-    return bool(repeated < earlier["prompt"][1] + len(earlier["prompt"][2]) + len(earlier["tokens"]))
+    return earlier is None or bool(later["prompt"][1] < _length(earlier))
+
+
+def _length(call: Mapping[str, Any]) -> int:
+    return int(call["prompt"][1]) + len(call["prompt"][2]) + len(call["tokens"])
 
 
 def _last_messages(row: Mapping[str, Any]) -> Iterator[str]:
@@ -438,7 +428,3 @@ def _message_texts(message: Mapping[str, Any]) -> Iterator[str]:
 
 def _short_text(value: Any, most: int) -> str:
     return str(value)[:most].encode("utf-8", "replace").decode()
-
-
-def _finite(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

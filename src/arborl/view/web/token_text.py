@@ -37,8 +37,7 @@ def decoder_of(folder: Path) -> Decode | None:
 
 
 def _check_tokenizer(folder: Path) -> None:
-    """Check that the tokenizer's files are regular and small, and that decoding runs no regular expression of the file,
-    which could run forever."""
+    """Refuse files that are links or too large, and decoders with a regular expression, which could run forever."""
     about = json.loads(read_bytes(folder / "tokenizer.json", MAX_TOKENIZER))
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         with suppress(FileNotFoundError):
@@ -49,10 +48,10 @@ def _check_tokenizer(folder: Path) -> None:
 
 
 def pieces(tokens: Sequence[int], decode: Decode | None) -> list[str]:
-    """The text that each token adds; joined, they are the whole text.
+    """The text that each token adds; joined, they are the whole text. Without a tokenizer a piece is the token's id.
 
     A token that is part of a character adds nothing; the token that completes the character adds it. Only a few tokens
-    are decoded at a time, so the cost is linear. Without a tokenizer a piece is the token's id.
+    are decoded at a time, so the cost is linear.
     """
     if decode is None:
         return [f"⟨{token}⟩" for token in tokens]

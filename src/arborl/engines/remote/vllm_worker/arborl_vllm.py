@@ -18,8 +18,6 @@ import torch
 
 
 class Extension:
-    """Methods added to vLLM's workers."""
-
     def arborl_present(self) -> bool:
         return True
 
@@ -28,7 +26,6 @@ class Extension:
         self._arborl_reload(weights_iterator=shared_tensors(path, table))
 
     def arborl_reload(self, weights_path: str) -> None:
-        """Load weights from a folder."""
         self._arborl_reload(weights_path=weights_path)
 
     def _arborl_reload(self, **source: Any) -> None:

@@ -19,8 +19,6 @@ ADAPTER = "arborl"
 
 
 class VllmWorker:
-    """Serves requests: {"id", "method", …} in, {"id", …} out."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self.reader, self.writer = reader, writer
         self.engine: Any = None

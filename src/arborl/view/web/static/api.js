@@ -1,13 +1,13 @@
-// What the server is asked. Answers are data; the pages make text of them.
+// Requests to the server. Responses are data; the pages insert them as text.
 
 export async function get(path, params = {}) {
-  const asked = new URLSearchParams();
+  const query = new URLSearchParams();
   for (const [key, value] of Object.entries(params)) {
     for (const one of Array.isArray(value) ? value : [value]) {
-      if (one !== null && one !== undefined && one !== "") asked.append(key, one);
+      if (one !== null && one !== undefined && one !== "") query.append(key, one);
     }
   }
-  const answer = await fetch(`/api/${path}?${asked}`);
+  const answer = await fetch(`/api/${path}?${query}`);
   const body = await answer.json().catch(() => ({ detail: `${answer.status} ${answer.statusText}` }));
   if (!answer.ok) throw new Error(typeof body.detail === "string" ? body.detail : JSON.stringify(body.detail));
   return body;

@@ -5,7 +5,7 @@ import { h, number, put, s, visible } from "./dom.js";
 export const COLOURS = ["c0", "c1", "c2", "c3", "c4", "c5", "c6", "c7"];
 const LEFT = 52, RIGHT = 12, TOP = 10, BOTTOM = 24;
 
-/** Exponential mean, without the pull of its beginning; `much` is from 0 (none) to below 1. */
+/** Exponential moving average with bias correction; `much` is from 0 (none) to below 1. */
 export function smoothed(values, much) {
   if (!much) return values;
   let mean = 0, share = 0;

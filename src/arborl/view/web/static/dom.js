@@ -35,7 +35,7 @@ export function put(element, ...children) {
 
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g;
 
-/** Text with its control characters spelt out: none of them may hide or turn round what stands beside it. */
+/** Text with escaped control characters, which could hide or reorder other text. */
 export function visible(text) {
   return String(text ?? "").replace(HIDDEN, (sign) => {
     const code = sign.codePointAt(0);
@@ -43,7 +43,7 @@ export function visible(text) {
   });
 }
 
-/** A number for people; what was not measured is a dash. */
+/** A formatted number; a dash if it was not measured. */
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (typeof value !== "number") return visible(value);

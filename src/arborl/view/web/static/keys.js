@@ -6,7 +6,7 @@ import { here, link } from "./place.js";
 const HELP = [
   ["Everywhere", [["?", "these keys"], ["/", "search"], ["1 2 3", "runs, episodes, gradient"], ["d", "light or dark"], ["Esc", "back, or out of a field"]]],
   ["Lists", [["j k", "next, previous row"], ["Enter", "open it"], ["n p", "next, previous page"]]],
-  ["Episode", [["← →", "token by token"], ["↑ ↓", "call by call"], ["c", "colour by something else"], ["v", "conversation or tokens"], ["[ ]", "previous, next episode"], ["t", "tree of its group"]]],
+  ["Episode", [["← →", "token by token"], ["↑ ↓", "call by call"], ["c", "next colour"], ["v", "conversation or tokens"], ["[ ]", "previous, next episode"], ["t", "tree of its group"]]],
   ["Charts", [["← →", "point by point, in a chart that has the focus"]]],
 ];
 

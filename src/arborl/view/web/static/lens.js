@@ -2,16 +2,16 @@
 
 import { h, number, percent, visible } from "./dom.js";
 
-/** What tokens can be coloured by: name, what it says, and its place on a scale from -1 to 1 (null: not known). */
+/** What tokens can be coloured by: name, meaning, and value on a scale from -1 to 1 (null: unknown). */
 export const LENSES = {
-  mask: { says: "sampled, and so a loss term; or read", of: (token) => (token.sampled ? (token.trained ? 0.55 : 0.15) : null), one: true },
-  logprob: { says: "how unlikely it was when it was sampled", of: (token) => (token.logprob === null ? null : 1 - Math.exp(Math.min(token.logprob, 0))), one: true },
-  ratio: { says: "new probability over old: green above 1, red below", of: (token) => (token.ratio == null ? null : clamp(Math.log(token.ratio) * 5)) },
-  advantage: { says: "credit: green is made likelier, red less likely", of: (token, most) => (token.advantage == null ? null : token.advantage / most.advantage) },
+  mask: { says: "sampled (a loss term), or part of the prompt", of: (token) => (token.sampled ? (token.trained ? 0.55 : 0.15) : null), one: true },
+  logprob: { says: "log-probability when it was sampled", of: (token) => (token.logprob === null ? null : 1 - Math.exp(Math.min(token.logprob, 0))), one: true },
+  ratio: { says: "importance ratio: green above 1, red below", of: (token) => (token.ratio == null ? null : clamp(Math.log(token.ratio) * 5)) },
+  advantage: { says: "advantage: green if positive, red if negative", of: (token, most) => (token.advantage == null ? null : token.advantage / most.advantage) },
   weight: { says: "share of the loss", of: (token, most) => (token.weight == null ? null : token.weight / most.weight), one: true },
-  entropy: { says: "how undecided the policy was", of: (token, most) => (token.entropy == null ? null : token.entropy / most.entropy), one: true },
-  push: { says: "how hard it pushed at the weights: green up, red down", of: (token, most) => (token.push == null ? null : (-Math.sign(token.pull) * token.push) / most.push) },
-  version: { says: "step of the weights that sampled it, older is stronger", of: (token, most, least) => (token.version == null || token.version < 0 ? null : most.version === least.version ? 0.12 : 0.1 + (0.9 * (most.version - token.version)) / (most.version - least.version)), one: true },
+  entropy: { says: "entropy of the policy", of: (token, most) => (token.entropy == null ? null : token.entropy / most.entropy), one: true },
+  push: { says: "size of its gradient: green increases its probability, red decreases it", of: (token, most) => (token.push == null ? null : (-Math.sign(token.pull) * token.push) / most.push) },
+  version: { says: "policy version; older is stronger", of: (token, most, least) => (token.version == null || token.version < 0 ? null : most.version === least.version ? 0.12 : 0.1 + (0.9 * (most.version - token.version)) / (most.version - least.version)), one: true },
 };
 const NUMBERS = ["logprob", "now", "ratio", "advantage", "weight", "entropy", "loss", "pull", "push", "version"];
 const LABELS = {
@@ -58,17 +58,17 @@ export function lens(calls, { colour = "logprob", on = () => {}, from = null, na
     return made;
   }
 
-  function block(call, { read, sampled: said }) {
+  function block(call, { read, sampled: tokens }) {
     if (from && from.call !== null && call.number < from.call) return null;
     const [origin, repeated] = call.repeats;
     const parts = from && from.call === call.number ? from : null;
-    const begins = origin < 0 ? "begins" : call.goes_on ? `goes on from call ${origin + 1}` : `another context: the first ${number(repeated)} tokens of call ${origin + 1}, then`;
+    const begins = origin < 0 ? "begins" : call.goes_on ? `extends call ${origin + 1}` : `another context: the first ${number(repeated)} tokens of call ${origin + 1}, then`;
     const some = read.slice(-READ_MOST);
     const words = h("pre.tokens", {},
-      origin >= 0 ? h("span.repeated", { title: "tokens that an earlier call had too" }, `${number(repeated)} tokens …`) : null,
+      origin >= 0 ? h("span.repeated", { title: "tokens of an earlier call" }, `${number(repeated)} tokens …`) : null,
       some.length < read.length ? h("span.repeated", {}, `${number(read.length - some.length)} more tokens …`) : null,
       some.map((token) => mark(span(token), parts?.part === "read" && parts.token === repeated + token.at)),
-      said.map((token) => mark(span(token), parts?.part === "sampled" && parts.token === token.at)),
+      tokens.map((token) => mark(span(token), parts?.part === "sampled" && parts.token === token.at)),
       call.finish === "length" ? h("span.cut", {}, "cut off") : null);
     return h("section.call", { "data-call": call.number },
       h("h3", {}, `call ${call.number + 1}`, h("span.faint", {}, ` ${name} turn ${call.turn + 1} · branch ${call.branch + 1} · ${begins} · prompt ${number(call.prompt)}, sampled ${number(call.sampled.ids.length)}${call.trained ? "" : " · not trained"}`)),
@@ -119,14 +119,14 @@ function mark(made, parted) {
   return made;
 }
 
-/** Spaces and ends of lines are shown too, where they are all that a token is. */
+/** Tokens that consist of spaces and line ends are made visible. */
 function shownText(text) {
   if (text === "") return "·";
   if (text === "\n") return "↵\n";
   return visible(text);
 }
 
-/** Everything that is known of a token, for the panel beside the text. */
+/** All numbers of a token, for the side panel. */
 export function aboutToken(token, group, open) {
   const known = NUMBERS.filter((name) => token[name] !== null && token[name] !== undefined);
   return [
@@ -135,13 +135,13 @@ export function aboutToken(token, group, open) {
     h("dl.numbers", {}, token.logprob === null ? null : [h("dt", {}, "probability"), h("dd", {}, percent(Math.exp(token.logprob)))],
       known.map((name) => [h("dt", {}, LABELS[name]), h("dd", {}, number(token[name], 4))])),
     token.against?.length
-      ? [h("h3", {}, "It won against"), h("ul.rivals", {}, token.against.map((rival) => h("li", {}, h("code", {}, visible(JSON.stringify(rival.text))), ` ${percent(Math.exp(rival.logprob))}`)))]
+      ? [h("h3", {}, "Most likely other tokens"), h("ul.rivals", {}, token.against.map((rival) => h("li", {}, h("code", {}, visible(JSON.stringify(rival.text))), ` ${percent(Math.exp(rival.logprob))}`)))]
       : null,
     token.rivals?.length
-      ? [h("h3", {}, "Siblings chose here"), h("ul.rivals", {}, token.rivals.map((rival) => h("li", {}, h("code", {}, visible(JSON.stringify(rival.text))), ` ${percent(Math.exp(rival.logprob))} · `,
+      ? [h("h3", {}, "Other episodes sampled here"), h("ul.rivals", {}, token.rivals.map((rival) => h("li", {}, h("code", {}, visible(JSON.stringify(rival.text))), ` ${percent(Math.exp(rival.logprob))} · `,
           rival.episodes.map((at) => h("button.link", { type: "button", onclick: () => open(group[at]) }, `#${at + 1} ${group[at].failure ? "failed" : number(group[at].reward)}`)))))]
       : null,
-    token.advantage === null ? h("p.faint", {}, "No advantage, ratio or loss is kept of this token: it was not trained, or track.terms left it out.") : null,
+    token.advantage === null ? h("p.faint", {}, "No advantage, ratio or loss is stored for this token: it was not trained, or track.terms left it out.") : null,
   ];
 }
 

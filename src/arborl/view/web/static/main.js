@@ -1,4 +1,4 @@
-// The frame around the pages: which one is shown, keys, light and dark, and looking for what is new.
+// The frame of all pages: selection of the page, keys, light and dark mode, updates.
 
 import { get } from "./api.js";
 import { h, put, visible } from "./dom.js";

@@ -1,4 +1,4 @@
-// Two episodes of a group beside each other, from where they part.
+// Two episodes of a group side by side, from the token at which they diverge.
 
 import { get } from "./api.js";
 import { h, number, put, visible } from "./dom.js";
@@ -25,8 +25,8 @@ export async function beside(at) {
 }
 
 function where({ call, part, token }) {
-  if (part === "never") return "The two are the same, token by token.";
-  if (part === "end") return `One ends where the other asks the model a ${number(call + 1)}th time.`.replace("1th", "1st").replace("2th", "2nd").replace("3th", "3rd");
+  if (part === "never") return "Both episodes have the same tokens.";
+  if (part === "end") return `One episode ends; the other has a model call number ${number(call + 1)}.`.replace("1th", "1st").replace("2th", "2nd").replace("3th", "3rd");
   const same = call === 0 ? "" : ` The ${call === 1 ? "call" : `${number(call)} calls`} before ${call === 1 ? "is" : "are"} the same.`;
-  return (part === "sampled" ? `They part in call ${number(call + 1)}, at token ${number(token + 1)} of the reply (outlined): the model chose differently.` : `They part in what was read for call ${number(call + 1)}, at token ${number(token + 1)}: the environment or a tool answered differently.`) + same;
+  return (part === "sampled" ? `They diverge in call ${number(call + 1)}, at token ${number(token + 1)} of the reply (outlined): the model sampled different tokens.` : `They diverge in the prompt of call ${number(call + 1)}, at token ${number(token + 1)}: the environment or a tool returned different text.`) + same;
 }

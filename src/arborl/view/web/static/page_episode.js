@@ -1,4 +1,4 @@
-// One episode: what it was worth, its conversation, its tokens.
+// One episode: rewards, conversation, tokens.
 
 import { get } from "./api.js";
 import { h, number, put, span, visible } from "./dom.js";
@@ -84,16 +84,16 @@ function frames(found) {
 export function conversation(found) {
   const between = new Map();
   for (const call of found.calls) {
-    const told = call.messages.filter((message) => message.role === "tool");
-    between.set(call.turn, [...(between.get(call.turn) ?? []), ...told, ...(call.reply?.calls.length ? [call.reply] : [])]);
+    const results = call.messages.filter((message) => message.role === "tool");
+    between.set(call.turn, [...(between.get(call.turn) ?? []), ...results, ...(call.reply?.calls.length ? [call.reply] : [])]);
   }
-  return h("div.conversation", {}, found.opening.map((message) => said(message)),
+  return h("div.conversation", {}, found.opening.map((message) => messageBlock(message)),
     found.turns.map((turn, at) => [
-      ...(between.get(at) ?? []).filter((message) => message.content !== turn.message.content).map((message) => said(message)),
-      said(turn.message, turn.reward), turn.observation.map((message) => said(message))]));
+      ...(between.get(at) ?? []).filter((message) => message.content !== turn.message.content).map((message) => messageBlock(message)),
+      messageBlock(turn.message, turn.reward), turn.observation.map((message) => messageBlock(message))]));
 }
 
-function said(message, reward = 0) {
+function messageBlock(message, reward = 0) {
   return h("div", { class: `message ${message.role}` },
     h("p.role", {}, message.role, message.name ? ` ${visible(message.name)}` : "", reward ? h("span.reward", {}, ` ${reward > 0 ? "+" : ""}${number(reward)}`) : null),
     message.content ? h("pre", {}, visible(message.content)) : null,

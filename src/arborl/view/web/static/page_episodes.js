@@ -24,7 +24,7 @@ export async function theRun(at) {
 
 export async function episodes(at) {
   const run = await theRun(at);
-  const asked = Object.fromEntries(FIELDS.map((name) => [name, at.one(name)]));
+  const filters = Object.fromEntries(FIELDS.map((name) => [name, at.one(name)]));
   let order = at.one("order", "-step"), first = Math.max(0, Number(at.one("first", "0")) || 0);
   const body = h("tbody"), foot = h("div.pager"), count = h("p.faint"), form = h("form.filters", { role: "search" });
   const head = h("thead");
@@ -32,11 +32,11 @@ export async function episodes(at) {
     h("table.wide.episodes", {}, head, body), foot);
   let total = 0, serial = 0;
 
-  const keep = () => note({ run, ...asked, order: order === "-step" ? "" : order, first: first || "" });
+  const keep = () => note({ run, ...filters, order: order === "-step" ? "" : order, first: first || "" });
 
   async function load(facets = false) {
     const mine = ++serial;
-    const found = await get("episodes", { run, ...asked, order, first, count: COUNT, facets: facets ? "1" : "" });
+    const found = await get("episodes", { run, ...filters, order, first, count: COUNT, facets: facets ? "1" : "" });
     if (mine !== serial) return;
     total = found.total;
     if (found.facets) fields(found.facets);
@@ -74,21 +74,21 @@ export async function episodes(at) {
 
   function fields(known) {
     if (form.contains(document.activeElement) && form.childElementCount) return;
-    const change = (name) => (event) => { asked[name] = event.target.value; first = 0; keep(); load(); };
+    const change = (name) => (event) => { filters[name] = event.target.value; first = 0; keep(); load(); };
     const select = (name, shown, options) => h("label", {}, shown, h("select", { name, onchange: change(name) },
-      h("option", { value: "" }, "all"), options.map(([value, text]) => h("option", { value, selected: asked[name] === value }, text))));
+      h("option", { value: "" }, "all"), options.map(([value, text]) => h("option", { value, selected: filters[name] === value }, text))));
     const counted = (name) => known[name].filter(([value]) => value).map(([value, times]) => [value, `${visible(value)} (${number(times)})`]);
     const between = (name, shown, step) => h("label.between", {}, shown,
-      ["from", "to"].map((end) => h("input", { type: "number", step, name: `${name}_${end}`, value: asked[`${name}_${end}`], placeholder: known[`${name}_${end}`] ?? "", "aria-label": `${shown} ${end}`, onchange: change(`${name}_${end}`) })));
-    const text = h("input", { type: "search", name: "text", "data-search": "", value: asked.text, placeholder: "words that were said …  ( / )", "aria-label": "text" });
+      ["from", "to"].map((end) => h("input", { type: "number", step, name: `${name}_${end}`, value: filters[`${name}_${end}`], placeholder: known[`${name}_${end}`] ?? "", "aria-label": `${shown} ${end}`, onchange: change(`${name}_${end}`) })));
+    const text = h("input", { type: "search", name: "text", "data-search": "", value: filters.text, placeholder: "words of the messages …  ( / )", "aria-label": "text" });
     let timer;
-    text.addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(() => { asked.text = text.value; first = 0; keep(); load(); }, 180); });
+    text.addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(() => { filters.text = text.value; first = 0; keep(); load(); }, 180); });
     const failed = known.failure.filter(([value]) => value);
     put(form, text, select("kind", "played for", [["train", "training"], ["evaluation", "held out"]]), select("stop", "stop", counted("stop")),
       known.source.length > 1 ? select("source", "source", counted("source")) : null,
       select("failure", "failure", [["none", "none"], ["any", `any (${number(failed.reduce((sum, [, times]) => sum + times, 0))})`], ...counted("failure")]),
       between("step", "step", 1), between("reward", "reward", "any"), between("lag", "stale", 1),
-      h("button", { type: "button", onclick: () => { for (const name of FIELDS) asked[name] = ""; first = 0; keep(); load(); put(form); load(true); } }, "Clear"));
+      h("button", { type: "button", onclick: () => { for (const name of FIELDS) filters[name] = ""; first = 0; keep(); load(); put(form); load(true); } }, "Clear"));
   }
 
   function turn(way) {

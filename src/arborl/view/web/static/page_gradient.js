@@ -1,4 +1,4 @@
-// Why this gradient: the tokens that moved the weights most in a step.
+// Why this gradient: the tokens with the largest gradients of a step.
 
 import { get } from "./api.js";
 import { h, number, percent, visible } from "./dom.js";
@@ -19,7 +19,7 @@ export async function gradient(at) {
     h("div.tools", {}, h("button", { type: "button", disabled: place === 0, onclick: () => move(-1) }, "←"),
       h("label", {}, "step ", h("select", { onchange: (event) => go("gradient", { run, step: event.target.value }) }, steps.map((one) => h("option", { value: one, selected: one === step }, one)))),
       h("button", { type: "button", disabled: place === steps.length - 1, onclick: () => move(1) }, "→")),
-    h("p", {}, found.half === null ? `${number(found.of)} tokens were trained on.` : [h("b", {}, `Half of the push came from ${number(found.half)} of ${number(found.of)} tokens.`), ` ${number(found.clipped)} pulled nothing: clipped, or without advantage.`],
+    h("p", {}, found.half === null ? `${number(found.of)} tokens were trained on.` : [h("b", {}, `Half of the gradient comes from ${number(found.half)} of ${number(found.of)} tokens.`), ` ${number(found.clipped)} pulled nothing: clipped, or without advantage.`],
       found.kept < found.of ? ` ${number(found.kept)} of them were kept.` : ""),
     h("p.faint", {}, "Push: how long the loss's gradient is at the outputs that predict a token, |d loss / d log p| (1 − p). A token that the model is sure of pushes nothing, whatever its advantage."),
     h("div.two", {}, bars("By token", found.by_text.map((one) => ({ name: JSON.stringify(one.text), push: one.push, note: `${number(one.count)}×`, down: one.pull > 0 })), found.pushed),

@@ -17,12 +17,12 @@ export async function group(at) {
 
   function drawList() {
     put(list, found.group.map((row, number_) => h("tr", { class: row.line === Number(place.line) ? "on" : null },
-      h("td.box", {}, h("input", { type: "checkbox", checked: chosen.has(row.line), "aria-label": `put episode ${number_ + 1} beside another`, onchange: () => pick(row.line) })),
+      h("td.box", {}, h("input", { type: "checkbox", checked: chosen.has(row.line), "aria-label": `compare episode ${number_ + 1} with another`, onchange: () => pick(row.line) })),
       h("td", {}, h("a", { href: link("episode", { ...place, line: row.line }) }, `#${number_ + 1}`)),
       h("td.figure", { "data-label": "reward" }, row.failure ? h("span.bad", {}, "failed") : number(row.reward)), h("td", { "data-label": "stop" }, visible(row.failure || row.stop)),
       h("td.figure", { "data-label": "calls" }, number(row.calls)), h("td.figure", { "data-label": "tokens" }, number(row.sampled)), h("td.figure", { "data-label": "context" }, number(row.context)))));
     const [one, other] = [...chosen];
-    put(compare, chosen.size === 2 ? h("a.button", { href: link("beside", { ...place, line: one, other }) }, "Put the two beside each other") : h("span.faint", {}, "Tick two episodes to see where they part."));
+    put(compare, chosen.size === 2 ? h("a.button", { href: link("beside", { ...place, line: one, other }) }, "Compare both episodes") : h("span.faint", {}, "Tick two episodes to see where they part."));
   }
 
   function pick(line) {
@@ -43,14 +43,14 @@ export async function group(at) {
       h("span", {}, "tokens of the tree ", h("b", {}, number(found.tokens))), h("span", {}, "of all calls ", h("b", {}, number(found.raw))),
       h("span", {}, "shared ", h("b", {}, found.raw ? `${Math.round(100 * (1 - found.tokens / found.raw))} %` : "–"))),
     h("h2", {}, "Tree"), h("p.faint", {}, "Left to right: tokens. Grey was read; green was sampled by episodes that earned more than the group's mean, red less, blue as much."),
-    h("div.scroll.tree", { tabindex: 0, role: "region", "aria-label": "tree of tokens" }, picture(found, (stretch) => told(text, stretch, found, place))), text,
+    h("div.scroll.tree", { tabindex: 0, role: "region", "aria-label": "tree of tokens" }, picture(found, (stretch) => describe(text, stretch, found, place))), text,
     h("div.two", {}, h("section", {}, h("h2", {}, "Episodes"), compare,
       h("table.wide", {}, h("thead", {}, h("tr", {}, ["beside", "episode", "reward", "stop", "calls", "tokens", "context"].map((head) => h(["reward", "calls", "tokens", "context"].includes(head) ? "th.figure" : "th", { scope: "col" }, head)))), list)),
       h("section", {}, h("h2", {}, "Context"), longest.element)));
   return { element, title: `Group ${found.group[0].task}`, keys: { ...rowKeys(() => [...list.children]), b: () => { const [one, other] = [...chosen]; if (chosen.size === 2) go("beside", { ...place, line: one, other }); } } };
 }
 
-function told(text, stretch, found, place) {
+function describe(text, stretch, found, place) {
   const who = [...new Set(stretch.sampled.flatMap(([, , episodes]) => episodes))];
   put(text, h("p", {}, `${number(stretch.length)} tokens from ${number(stretch.depth)} on`, who.length ? [" · sampled by ", who.map((one) => [h("a", { href: link("episode", { ...place, line: found.group[one].line }) }, `#${one + 1}`), " "])] : " · read only"),
     h("pre", {}, visible(stretch.text)));

@@ -1,4 +1,4 @@
-// Runs side by side: where each stands, what they do not share, and their curves on one axis.
+// Runs side by side: state, settings that differ, and curves on one axis.
 
 import { get } from "./api.js";
 import { chart, COLOURS, newBoard } from "./chart.js";
@@ -16,10 +16,10 @@ const MOST = COLOURS.length;
 export async function runs(at) {
   const list = await get("runs");
   const known = new Set(list.runs.map((one) => one.run));
-  const asked = at.all("run").filter((run) => known.has(run));
+  const requested = at.all("run").filter((run) => known.has(run));
   const newest = [...list.runs].sort((a, b) => b.changed - a.changed).map((one) => one.run);
   const state = {
-    chosen: (asked.length ? asked : newest.slice(0, 3)).slice(0, MOST),
+    chosen: (requested.length ? requested : newest.slice(0, 3)).slice(0, MOST),
     axis: at.one("axis", "step") === "seconds" ? "seconds" : "step",
     much: Math.min(0.99, Math.max(0, Number(at.one("smooth", "0")) || 0)),
     find: at.one("find"),

@@ -1,4 +1,4 @@
-// Where one is: everything that a page shows is in its address, so that a link leads back to it.
+// The state of a page is in its URL, so that a link restores it.
 
 /** {page, one(name), all(name)} of the address. */
 export function here() {
@@ -15,14 +15,14 @@ export function here() {
 
 /** The address of a page. */
 export function link(page, params = {}) {
-  const asked = new URLSearchParams();
+  const query = new URLSearchParams();
   for (const [key, value] of Object.entries(params)) {
     for (const one of Array.isArray(value) ? value : [value]) {
-      if (one !== null && one !== undefined && one !== "") asked.append(key, one);
+      if (one !== null && one !== undefined && one !== "") query.append(key, one);
     }
   }
-  const said = asked.toString();
-  return `#/${page}${said ? `?${said}` : ""}`;
+  const text = query.toString();
+  return `#/${page}${text ? `?${text}` : ""}`;
 }
 
 /** Go there: a new entry of the history. */

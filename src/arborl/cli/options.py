@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -44,28 +45,17 @@ def _set_log_level(name: str | None) -> str | None:
     return name
 
 
-LogLevel = Annotated[
-    str | None,
-    option(
-        "--log-level",
-        metavar="LEVEL",
-        help="Log level on standard error: debug, info, warning or error. run.log has more.",
-        callback=_set_log_level,
-    ),
-]
+LOG_LEVEL_HELP = "Log level on standard error: debug, info, warning or error. run.log has more."
+LogLevel = Annotated[str | None, option("--log-level", metavar="LEVEL", help=LOG_LEVEL_HELP, callback=_set_log_level)]
 FileAndSettings = Annotated[list[str] | None, argument("FILE a.b=c", "A YAML file, and settings that override it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Trust = Annotated[
-    bool, typer.Option("--trust", help="Import code and contact servers that a run folder of another user names.")
+    bool, option("--trust", help="Import code and contact servers that a run folder of another user names.")
 ]
 
 
 def split_settings(arguments: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """Paths and settings.
-
-    Example:
-        split_settings(["run.yaml", "learner.lr=1e-4", "~data"])     # (["run.yaml"], ["learner.lr=1e-4", "~data"])
-    """
+    """Paths and settings: `["run.yaml", "learner.lr=1e-4", "~data"]` has one path and two settings."""
     paths, settings = [], []
     arguments = list(arguments or ())
     for text, following in zip(arguments, (*arguments[1:], ""), strict=False):
@@ -77,6 +67,26 @@ def split_settings(arguments: Sequence[str] | None) -> tuple[list[str], list[str
         else:
             paths.append(text)
     return paths, settings
+
+
+def path_and_settings(
+    arguments: Sequence[str] | None, what: str, other: str | None = None
+) -> tuple[str | None, list[str]]:
+    """At most one path, which may be the value of an option (`other`), and the settings."""
+    paths, settings = split_settings(arguments)
+    return one_path([*paths, *([other] if other else [])], what), settings
+
+
+def file_and_settings(
+    arguments: Sequence[str] | None, what: str = "file", other: Path | None = None
+) -> tuple[Path | None, list[str]]:
+    path, settings = path_and_settings(arguments, what, str(other) if other is not None else None)
+    return Path(path) if path is not None else None, settings
+
+
+def check_choice(option_name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{option_name} {value}: must be one of {', '.join(choices)}.{did_you_mean(value, choices)}")
 
 
 def one_path(paths: Sequence[str], what: str) -> str | None:
