@@ -251,7 +251,7 @@ class _Walk:
             return
         if more and isinstance(before, list):
             value = [*before, *(value if isinstance(value, list) else [value])]
-        elif more and before is not None:
+        elif more and isinstance(before, str):
             value = before + (" ".join(value) if isinstance(value, list) else value)
         self.script.variables[name] = value
 

@@ -94,8 +94,8 @@ def tokens(text: str, where: str) -> Iterator[ShellToken]:
         if char == "\n":
             yield ShellToken("end", "\n", line)
             redirected, at = False, at + 1
-            for end in documents:
-                at = _end_of_document(text, at, end)
+            for mark in documents:
+                at = _end_of_document(text, at, mark)
             documents = []
         elif char in " \t":
             at += 1

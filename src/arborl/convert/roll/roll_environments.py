@@ -147,8 +147,8 @@ def _tasks_per_step(draft: Draft) -> int:
 def divided(draft: Draft, manager: str, count: int, tasks: int) -> list[int]:
     """Tasks of each tag: its groups, or in the same shares where there are more or fewer tasks than groups."""
     partition = draft.source.get(f"{manager}.num_groups_partition")
-    given = isinstance(partition, list) and len(partition) == count
-    shares = [int(part) for part in partition] if given else [1] * count
+    given = partition if isinstance(partition, list) and len(partition) == count else [1] * count
+    shares = [int(part) for part in given]
     total = sum(shares) or 1
     whole = [share * tasks // total for share in shares]
     by_rest = sorted(range(count), key=lambda i: -(shares[i] * tasks / total - whole[i]))
