@@ -282,9 +282,9 @@ def test_the_original_tools_are_the_usual_ones_and_foreign_settings_become_polic
     assert set(TOOLSET) - set(DEFAULT_TOOLS) == {"mergeNotes", "getContextStats", "summarize"}
     assert stateset_context(False) == {"policy": "none"}
     for strategy in ("summary", "truncate", "sliding_window"):
-        args = stateset_context(True, 0.4, strategy)
-        assert 0.4 in args.values()
-        StateLM(**args)
+        section = stateset_context(True, 0.4, strategy)
+        assert 0.4 in section["args"].values()
+        StateLM(policy=section["policy"], **section["args"])
     with pytest.raises(ValueError, match="compression_strategy='zip'"):
         stateset_context(True, 0.4, "zip")
 
