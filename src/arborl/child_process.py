@@ -72,22 +72,8 @@ async def run_command(
     """
     import asyncio
 
-    output, pipe = bytearray(), asyncio.subprocess.PIPE
-    # not a pipe of asyncio's subprocess: asyncio reports the end of a process only after those are closed
-    read_end, write_end = os.pipe()
-    reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()
-    transport, _ = await loop.connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", 0)
-    )
-    try:
-        child = await asyncio.create_subprocess_exec(
-            *supervised_command(command), stdin=pipe, stdout=write_end, stderr=pipe, env=env, start_new_session=True
-        )
-    except BaseException:
-        transport.close()
-        raise
-    finally:
-        os.close(write_end)
+    output = bytearray()
+    child, reader, transport = await _start(command, env)
     assert child.stdin is not None
     assert child.stderr is not None
 
@@ -112,18 +98,50 @@ async def run_command(
         reading.cancel()
         if not ended:
             _terminate(child)
-        deadline = time.monotonic() + KILL_SECONDS + TRACKER_SECONDS
-        while child.returncode is None:  # a second cancellation does not interrupt this
-            with suppress(asyncio.CancelledError):
-                await asyncio.sleep(0.002)
-            if time.monotonic() > deadline:  # it is stopped or stuck
-                child.kill()
+        await _wait_for_end(child)
         transport.close()
     if len(output) > max_output:
         raise CommandFailed(f"it printed more than {max_output:,} bytes")
     if errors:  # asyncio does not always know the exit code after a signal
         raise CommandFailed(errors.decode(errors="replace").strip())
     return bytes(output)
+
+
+async def _start(
+    command: Sequence[str], env: Mapping[str, str] | None
+) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.ReadTransport]:
+    """The process and its standard output, which is not a pipe of asyncio's subprocess: asyncio reports the end of a
+    process only after those are closed."""
+    import asyncio
+
+    read_end, write_end = os.pipe()
+    reader, pipe = asyncio.StreamReader(), asyncio.subprocess.PIPE
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", 0)
+    )
+    try:
+        child = await asyncio.create_subprocess_exec(
+            *supervised_command(command), stdin=pipe, stdout=write_end, stderr=pipe, env=env, start_new_session=True
+        )
+    except BaseException:
+        transport.close()
+        raise
+    finally:
+        os.close(write_end)
+    return child, reader, transport
+
+
+async def _wait_for_end(child: asyncio.subprocess.Process) -> None:
+    """A second cancellation does not interrupt this. A process that is stopped or stuck is killed."""
+    import asyncio
+
+    deadline = time.monotonic() + KILL_SECONDS + TRACKER_SECONDS
+    while child.returncode is None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.002)
+        if time.monotonic() > deadline:
+            with suppress(ProcessLookupError):
+                child.kill()
 
 
 def _terminate(child: asyncio.subprocess.Process) -> None:

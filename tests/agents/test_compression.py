@@ -290,7 +290,7 @@ def test_a_policy_is_given_to_every_agent_that_takes_one_and_by_source():
     sources = {
         "a": {"env": "frozen_lake", "agent": "tool", "tools": ["calculator"]},
         "b": {"env": "frozen_lake", "agent": "react", "tools": ["calculator"], "context": "none"},
-        "c": {"env": "documents", "agent": "statelm", "context": {"policy": "window", "window": 4}},
+        "c": {"env": "documents", "agent": "statelm", "context": {"policy": "window", "args": {"window": 4}}},
     }
     config = from_kwargs(context={"policy": "summary", "args": {"compress_at": 0.6}}, data={"sources": sources})
     cast = RunPartFactory(config, {}).cast()
@@ -305,7 +305,7 @@ def test_a_policy_is_given_to_every_agent_that_takes_one_and_by_source():
     ("given", "words"),
     [
         ({"context": "sumary"}, "context.policy: must be one of none, window, truncate, summary"),
-        ({"context": {"policy": "summary", "window": 3}}, "window is about policy=window"),
+        ({"context": {"policy": "summary", "args": {"window": 3}}}, "context.args.window: is for policy=window"),
         ({"context.args.compress_at": 0.3}, "context.args.compress_at: is for policy=truncate and summary"),
         ({"context": {"policy": "summary", "args": {"compress_at": 0}}}, "context.args.compress_at"),
     ],

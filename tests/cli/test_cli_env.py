@@ -141,7 +141,7 @@ def test_play_stops_at_a_call_that_hangs(monkeypatch):
         (["check", f"{__name__}:missing"], "cannot be made: FileNotFoundError: no such level"),
         (["check", f"{__name__}:Blocking", "where=init", "--seconds", "0.2"], "Open files and connections in reset()."),
         (["check", "sokobann"], "Did you mean 'sokoban'?"),
-        (["check", "sokoban", "boxes=0"], "boxes=0: give at least 1"),
+        (["check", "sokoban", "boxes=0"], "boxes=0, pulls=5: give at least 1 of each"),
         (["check", "sokoban", "box=1"], "sokoban.box: unknown argument. Did you mean 'boxes'?"),
         (["check", "a=1"], "no environment. Write"),
         (["play", "sokoban", "--orcale"], "--orcale: unknown option. Did you mean '--oracle'?"),

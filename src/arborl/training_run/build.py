@@ -197,8 +197,7 @@ def build_served(config: RunConfig, objects: Mapping[str, Any] | None = None) ->
     except BaseException:
         factory.open_tools.stop()
         raise
-    chosen = {name: getattr(config.evaluation, name) for name in SAMPLING_SETTINGS}
-    overrides = {name: value for name, value in chosen.items() if value is not None}
+    overrides = config.evaluation.sampling | {"temperature": config.evaluation.temperature}
     return ServingParts(
         config=config, model=model, renderer=renderer, engine=engine, cast=cast,
         sampling=replace(sampling, **overrides), limits=episode_limits(config), tools=factory.open_tools,

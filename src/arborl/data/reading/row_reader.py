@@ -73,8 +73,10 @@ class RowReader:
         if isinstance(value, list):
             return messages_of_cell(value, where, column)
         if value is None and column not in row:
-            hint = " Write data.question=COLUMN, or give a column 'messages'."
-            raise ConfigError(f"{where}: no column {column!r}.{_known_columns(column, row)}{hint}")
+            raise ConfigError(
+                f"{where}: no column {column!r}.{_known_columns(column, row)} Write data.question=COLUMN, or give a "
+                "column 'messages'."
+            )
         return (Message("user", _text(value, f"{where}, {column}")),)
 
 
