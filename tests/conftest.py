@@ -24,7 +24,11 @@ from hypothesis import HealthCheck, settings
 
 DOT = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGP4DwABAQEAG7buVgAAAABJRU5ErkJggg==")
 """A picture of one point."""
-PAINTED = ("tests/view/", "tests/browser/", "tests/tune/test_study.py::test_a_study_leaves_its_files")
+PAINTED = (
+    "tests/view/",
+    "tests/browser/",
+    "tests/tune/test_study.py::test_the_settings_as_they_are_come_first_and_are_compared_with",
+)
 """Tests that are about pictures."""
 QUIET = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("arbor", max_examples=40, deadline=None, derandomize=True, suppress_health_check=QUIET)

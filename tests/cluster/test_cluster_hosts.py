@@ -105,7 +105,7 @@ def test_a_cluster_trains_across_two_hosts_loses_one_gets_it_back_and_leaves_not
     assert json.loads((lab.head.folder / "run" / "out" / "summary.json").read_text())
     for host in (lab.head, lab.worker):  # both have had an engine
         written = list(host.folder.glob("tmp/arborl-lab-*/r/session_2*/logs/worker-*.out"))
-        assert any(":actor_name:EngineHost" in file.read_text() for file in written), written
+        assert any(":actor_name:EngineActor" in file.read_text() for file in written), written
         assert SECRET not in host.inside("ps axww -o args")
         files = [file for file in (host.folder / "tmp").rglob("*") if file.is_file()]
         assert not any(SECRET.encode() in file.read_bytes() for file in files)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from strangers import as_other_user, reached, second_address, why_not
 
-from arborl.cluster.placement.private_cluster import PrivateCluster
+from arborl.cluster.placement.ray_cluster import PrivateCluster
 
 CLUSTER = """
 import json, os, sys

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import random
 
 import pytest
@@ -58,8 +57,9 @@ BAKERY = [
 ]
 
 
-SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in ("grpo", "gspo", "a2c")]
-"""Algorithms that other tests here train with, or near kin of those."""
+def slowly(*names):
+    """Cases that others here cover nearly."""
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @reward_function(weight=1.0, name="letters")
@@ -86,31 +86,61 @@ def bakery(**more) -> ConversationEnvironment:
     return ConversationEnvironment(scenarios=BAKERY, max_turns=4, **more)
 
 
-def steps_of(trained):
-    return [json.loads(line) for line in (trained.run_folder / "metrics.jsonl").read_text().splitlines()]
+def steps_of(trained, file="metrics.jsonl"):
+    return [json.loads(line) for line in (trained.run_folder / file).read_text().splitlines()]
+
+
+class Length(RewardFunction):
+    """The share of replies that are short."""
+
+    def __init__(self, most=40, weight=1.0):
+        super().__init__(weight=weight)
+        self.most = most
+
+    async def compute_reward(self, turns, context=None):
+        texts = [turn for turn in turns if turn.role == "assistant"]
+        score = sum(len(turn.content) <= self.most for turn in texts) / max(len(texts), 1)
+        return RewardResult(score=score, breakdown={"short": score}, metadata={"turns": len(texts)})
+
+
+class Broken:
+    """A callback that raises."""
+
+    def on_step_end(self, data):
+        raise RuntimeError("no disk")
+
+
+@pytest.fixture(scope="module")
+def trained_pair(tmp_path_factory):
+    """An agent and its trained copy, with rewards of every kind and a callback that raises."""
+    objectives = [
+        {"name": "engagement", "reward": EngagementReward(), "weight": 0.4},
+        {"name": "brief", "reward": ConcisenessReward(), "weight": 0.6},
+    ]
+    many = MultiObjectiveReward(objectives=objectives, aggregation="min", normalize=True)
+    parts = [HelpfulnessReward(weight=0.7), SafetyReward(weight=0.3), many, letters, Length(weight=0.5)]
+    reward = CompositeReward([*parts, SimilarityAwareReward(weight=0.2)])
+
+    async def main():
+        given = agent(system_prompt="You sell bread.")
+        await given.initialize()
+        assert isinstance(await given.generate_response([{"role": "user", "content": "Hello!"}]), str)
+        trained = await train(
+            agent=given, environment=bakery(), reward_fn=reward, num_episodes=4, profile="balanced",
+            config=small(tmp_path_factory.mktemp("trained")), eval_rewards=[letters], callbacks=[Broken()],
+        )  # fmt: skip
+        for one in (given, trained):
+            assert isinstance(await one.generate_response([{"role": "user", "content": "Hello!"}]), str)
+        return given, trained
+
+    return asyncio.run(main())
 
 
 # ------------------------------------------------------------------------------------------------ quick start
 
 
-def test_train_returns_a_trained_copy_of_the_agent(tmp_path):
-    async def main():
-        given = agent(system_prompt="You sell bread.")
-        await given.initialize()
-        before = await given.generate_response([{"role": "user", "content": "Hello!"}])
-        reward = CompositeReward([HelpfulnessReward(weight=0.7), SafetyReward(weight=0.3)])
-        trained = await train(
-            agent=given, environment=bakery(), reward_fn=reward, num_episodes=4, profile="balanced",
-            config=small(tmp_path), eval_rewards=[letters],
-        )  # fmt: skip
-        again = await given.generate_response([{"role": "user", "content": "Hello!"}])
-        after = await trained.generate_response([{"role": "user", "content": "Hello! How can you help me today?"}])
-        return given, trained, before, again, after
-
-    given, trained, before, again, after = asyncio.run(main())
-    assert isinstance(before, str)
-    assert isinstance(again, str)
-    assert isinstance(after, str)
+def test_train_returns_a_trained_copy_of_the_agent(trained_pair):
+    given, trained = trained_pair
     assert type(trained) is MultiTurnAgent
     assert trained is not given
     assert given.config.model_name == "seedling"  # the one that was given stays as it was
@@ -120,15 +150,12 @@ def test_train_returns_a_trained_copy_of_the_agent(tmp_path):
     assert (trained.run_folder / "report.html").exists()
 
 
-def test_the_loss_is_over_sampled_tokens_only(tmp_path):
-    trained = asyncio.run(train(agent(), bakery(), letters, config=small(tmp_path)))
-    episodes = [
-        json.loads(line) for line in (trained.run_folder / "episodes/step-000001.jsonl").read_text().splitlines()
-    ]
-    first = steps_of(trained)
+def test_the_loss_is_over_sampled_tokens_only(trained_pair):
+    _, trained = trained_pair
+    episodes = steps_of(trained, "episodes/step-000001.jsonl")
     sampled = sum(len(call["tokens"]) for one in episodes for call in one["calls"])
-    trained_on = next(step["learner/terms"] for step in first if step.get("step") == 1 and "learner/terms" in step)
-    assert trained_on == sampled > 0
+    first = next(step for step in steps_of(trained) if step.get("step") == 1 and "learner/terms" in step)
+    assert first["learner/terms"] == sampled > 0
 
 
 # ------------------------------------------------------------------------------------------------ core concepts
@@ -157,13 +184,11 @@ def test_a_value_function_computes_gae():
 
 
 def test_every_setting_of_an_agent_reaches_the_run(tmp_path):
-    from arborl.conversational.agent_training import run_config
-
     config = AgentConfig(
         model_name="seedling", system_prompt="Be kind.", max_new_tokens=12, temperature=0.8, top_p=0.9, top_k=50,
         torch_dtype="float32", attn_implementation="eager", device_map="cpu", stop=("Bye",), max_context=300,
     )  # fmt: skip
-    run, _ = run_config(MultiTurnAgent(config), bakery(), [letters], small(tmp_path))
+    run, _ = agent_training.run_config(MultiTurnAgent(config), bakery(), [letters], small(tmp_path))
     drawn = run.sampling
     assert (drawn.max_tokens, drawn.temperature, drawn.top_p, drawn.top_k) == (12, 0.8, 0.9, 50)
     assert (drawn.stop, drawn.max_context) == (("Bye",), 300)
@@ -196,8 +221,7 @@ def test_an_override_of_generate_response_is_used_in_training(tmp_path):
     polite = Polite(AgentConfig(max_new_tokens=8))
     trained = asyncio.run(train(polite, bakery(), letters, config=small(tmp_path)))
     assert type(trained) is Polite
-    lines = (trained.run_folder / "episodes/step-000001.jsonl").read_text().splitlines()
-    for one in map(json.loads, lines):
+    for one in steps_of(trained, "episodes/step-000001.jsonl"):
         assert all(turn["message"]["content"].endswith("Thank you!") for turn in one["turns"])
         assert one["calls"][0]["messages"][2][0] == {"role": "system", "content": "You are a baker."}
 
@@ -279,8 +303,7 @@ class Counting(Environment):
 def test_a_custom_environment_provides_the_default_reward(tmp_path):
     environment = Counting([{"id": str(number), "number": number} for number in range(6)])
     trained = asyncio.run(train(agent(), environment, config=small(tmp_path)))
-    lines = (trained.run_folder / "episodes/step-000001.jsonl").read_text().splitlines()
-    for one in map(json.loads, lines):
+    for one in steps_of(trained, "episodes/step-000001.jsonl"):
         assert one["opening"][0]["content"] == f"Say {one['task']['fields']['number']}."
     assert "success" in trained.summary["after"]
 
@@ -288,32 +311,13 @@ def test_a_custom_environment_provides_the_default_reward(tmp_path):
 # ------------------------------------------------------------------------------------------------ rewards
 
 
-def test_rewards_of_every_kind_can_be_combined(tmp_path):
-    class Length(RewardFunction):
-        def __init__(self, most=40, weight=1.0):
-            super().__init__(weight=weight)
-            self.most = most
-
-        async def compute_reward(self, turns, context=None):
-            texts = [turn for turn in turns if turn.role == "assistant"]
-            score = sum(len(turn.content) <= self.most for turn in texts) / max(len(texts), 1)
-            return RewardResult(score=score, breakdown={"short": score}, metadata={"turns": len(texts)})
-
-    many = MultiObjectiveReward(
-        objectives=[
-            {"name": "engagement", "reward": EngagementReward(), "weight": 0.4},
-            {"name": "brief", "reward": ConcisenessReward(), "weight": 0.6},
-        ],
-        aggregation="min",
-        normalize=True,
-    )
-    reward = CompositeReward([many, letters, Length(weight=0.5), SimilarityAwareReward(weight=0.2)])
-    trained = asyncio.run(train(agent(), bakery(), reward, config=small(tmp_path)))
+def test_rewards_of_every_kind_can_be_combined(trained_pair):
+    _, trained = trained_pair
     first = next(step for step in steps_of(trained) if "reward/composite/letters" in step)
     assert {"reward/composite/multi_objective", "reward/composite/length"} <= first.keys()
 
 
-def test_a_reward_that_raises_stops_the_run_and_is_named(tmp_path, caplog):
+def test_a_reward_that_raises_stops_the_run_and_is_named(tmp_path):
     @reward_function
     def broken(turns, context=None):
         raise KeyError("price")
@@ -326,8 +330,6 @@ def test_a_reward_that_raises_stops_the_run_and_is_named(tmp_path, caplog):
 
 
 def test_every_field_of_a_training_configuration_reaches_the_run(tmp_path):
-    from arborl.conversational.agent_training import run_config
-
     config = TrainingConfig(
         num_episodes=1000, num_epochs=2, learning_rate=5e-6, adam_beta1=0.8, adam_beta2=0.98, max_grad_norm=0.7,
         warmup_ratio=0.1, per_device_train_batch_size=2, gradient_accumulation_steps=4, num_generations=6,
@@ -336,7 +338,7 @@ def test_every_field_of_a_training_configuration_reaches_the_run(tmp_path):
         lora_target_modules=["q_proj", "v_proj"], kl_penalty=0.1, clip_range=0.15, temperature=0.9, seed=3,
         output_dir=tmp_path, overrides={"rollout.episode_seconds": 7},
     )  # fmt: skip
-    run, _ = run_config(agent(max_new_tokens=64, max_context=None), bakery(), [letters], config)
+    run, _ = agent_training.run_config(agent(max_new_tokens=64, max_context=None), bakery(), [letters], config)
     assert run.trainer.steps == 250
     assert run.trainer.save_every == 7
     assert run.evaluation.every == 5
@@ -369,7 +371,7 @@ def test_profiles_do_not_override_explicit_fields():
     assert TrainingConfig.from_profile("experimental").algorithm == "dapo"
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "dpo", "trpo", *SLOWLY])
+@pytest.mark.parametrize("algorithm", ["dpo", "trpo", *slowly("grpo", "gspo", "a2c", "ppo")])
 def test_algorithms_are_chosen_by_name(tmp_path, algorithm):
     trained = asyncio.run(train(agent(), bakery(), letters, algorithm=algorithm, config=small(tmp_path)))
     assert trained.summary["steps"] == 2
@@ -407,15 +409,9 @@ def test_early_stopping_and_copies_of_checkpoints(tmp_path):
     assert events.count("episode_end") == 6
 
 
-def test_a_callback_that_raises_does_not_stop_the_run(tmp_path, caplog):
-    class Broken:
-        def on_step_end(self, data):
-            raise RuntimeError("no disk")
-
-    with caplog.at_level(logging.WARNING, "arborl.conversational"):
-        trained = asyncio.run(train(agent(), bakery(), letters, config=small(tmp_path), callbacks=[Broken()]))
+def test_a_callback_that_raises_does_not_stop_the_run(trained_pair):
+    _, trained = trained_pair
     assert trained.summary["steps"] == 2
-    assert "callback Broken failed at step_end: RuntimeError: no disk" in caplog.text
     assert steps_of(trained)[-1].get("callback/errors", 2.0) == 2.0
 
 
@@ -490,10 +486,10 @@ def test_a_distributed_trainer_has_one_rank_per_gpu(tmp_path, monkeypatch):
     assert trained.summary["steps"] == 2
     config = yaml.safe_load((trained.run_folder / "config.yaml").read_text())
     assert (config["learner"]["ranks"], config["learner"]["strategy"]) == (2, "ddp")
-    assert config["track"]["gifs"] == 0  # which the configuration message
+    assert config["track"]["gifs"] == 0  # an override of the configuration
 
 
-@pytest.mark.parametrize("strategy", ["summary", "truncate", "sliding_window"])
+@pytest.mark.parametrize("strategy", ["summary", "truncate", *slowly("sliding_window")])
 def test_a_long_conversation_is_compressed_in_training_and_in_use(tmp_path, strategy):
     long = [{"id": "long", "user_responses": [f"Line {number}: tell me about bread and cake." for number in range(12)]}]
     talker = agent(
@@ -539,22 +535,21 @@ def test_memory_is_kept_across_conversations_and_summarized():
 
 def test_equal_seeds_give_equal_runs(tmp_path):
     def play(name, seed):
-        trained = asyncio.run(
-            train(agent(), bakery(), letters, config=small(tmp_path / name, seed=seed, deterministic=True))
-        )
-        weights = sorted((trained.run_folder / "checkpoints").glob("step-000002/model/*.safetensors"))
-        episodes = (trained.run_folder / "episodes/step-000002.jsonl").read_text()
-        texts = [turn["message"]["content"] for line in episodes.splitlines() for turn in json.loads(line)["turns"]]
+        config = small(tmp_path / name, seed=seed, deterministic=True, num_episodes=2)
+        trained = asyncio.run(train(agent(), bakery(), letters, config=config))
+        weights = sorted((trained.run_folder / "checkpoints").glob("step-000001/model/*.safetensors"))
+        episodes = steps_of(trained, "episodes/step-000001.jsonl")
+        texts = [turn["message"]["content"] for one in episodes for turn in one["turns"]]
         return [path.read_bytes() for path in weights], texts
 
     assert play("a", 1) == play("b", 1) != play("c", 2)
 
 
 def test_a_run_resumes_from_its_checkpoint(tmp_path):
-    asyncio.run(train(agent(), bakery(), letters, config=small(tmp_path)))
-    more = small(tmp_path, num_episodes=8)
+    asyncio.run(train(agent(), bakery(), letters, config=small(tmp_path, num_episodes=2)))
+    more = small(tmp_path, num_episodes=4)
     trained = asyncio.run(train(agent(), bakery(), letters, config=more, resume_from_checkpoint="latest"))
-    assert trained.summary["steps"] == 4
+    assert trained.summary["steps"] == 2
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_files_are_read_with_columns_of_other_names_and_weights(tmp_path, kind):
         (("a\ud800", "b"), "row 2: contains half of a surrogate pair"),
         (("a", "  "), "row 2, worse: empty"),
         ((["a"], "b"), "row 2, better[0]: str, not an object"),
-        ((7, "b"), "row 2, better: not a list of messages"),
+        ((7, "b"), "row 2, better: int, not a list of messages"),
         (([QUESTION], "b"), "row 2, better: has no text of the assistant"),
         (([{"role": "agent", "content": "x"}], "b"), "row 2, better[0].role: 'agent' is not a role"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "row 2: chosen and rejected are equal"),

@@ -34,11 +34,8 @@ def read(tmp_path):
 
 def test_chains_turns_and_lengths_are_read_from_the_later_layout(read):
     config = read(agent_type="hf", tools="[calculator]", reward_name="math_equal_reward_tool")
-    assert (config.rollout.group_size, config.agent.args, config.sampling.max_tokens) == (
-        8,
-        {"max_tool_rounds": 3},
-        300,
-    )
+    assert (config.rollout.group_size, config.sampling.max_tokens) == (8, 300)
+    assert config.agent.args == {"max_tool_rounds": 3}
     assert config.sampling.max_context == 2048  # and not what verl's lengths add up to
     assert config.learner.minibatches == 2  # 16 tasks x 8 chains by 64 rows: chains are verl's rows there
 

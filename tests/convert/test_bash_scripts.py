@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.convert.reading.bash_scripts import read_shell
-from arborl.convert.reading.hydra_overrides import plain
 from arborl.convert.reading.source_files import collect
-from arborl.convert.reading.training_scripts import read_script
+from arborl.convert.reading.training_scripts import plain, read_script
 from arborl.errors import ConfigError
 
 

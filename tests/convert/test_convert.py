@@ -131,7 +131,7 @@ def test_no_rule_leads_to_a_key_that_does_not_exist(system):
     known = set(setting_paths(RunConfig))
     for key, rule in table.items():
         for value in samples:
-            draft = Draft(source={"actor_rollout_ref.actor.use_kl_loss": True})
+            draft = Draft(source={"actor_rollout_ref.actor.use_kl_loss": True}, defaults=SYSTEMS[system].defaults)
             try:
                 rule(draft, key, value)
             except (TypeError, ValueError):

@@ -51,62 +51,48 @@ own_env:
 words: You play well.
 """
 
-BASE = {
-    "defaults": ["../config/games@_here_"],
-    "hydra": {"run": {"dir": "."}, "output_subdir": None},
-    "exp_name": "play",
-    "seed": 7,
-    "output_dir": "./output",
-    "logging_dir": "./logs",
-    "render_save_dir": "./render",
-    "track_with": "tensorboard",
-    "tracker_kwargs": {"log_dir": "/somewhere"},
-    "num_gpus_per_node": 8,
-    "max_steps": 100,
-    "save_steps": 50,
-    "eval_steps": 10,
-    "resume_from_checkpoint": False,
-    "rollout_batch_size": 32,
-    "val_batch_size": 24,
-    "sequence_length": 1024,
-    "adv_estimator": "grpo",
-    "ppo_epochs": 2,
-    "whiten_advantages": True,
-    "advantage_clip": 0.2,
-    "init_kl_coef": 0.0,
-    "pretrain": "some/model",
-    "reward_pretrain": "some/critic",
-    "reward_normalization": {"grouping": "traj_group_id", "method": "mean_std"},
-    "tokens": 64,
-    "actor_train": {
-        "model_args": {"dtype": "fp32", "disable_gradient_checkpointing": True},
-        "training_args": {
-            "learning_rate": 1.0e-6,
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": 4,
-            "warmup_steps": 3,
-            "lr_scheduler_type": "constant",
-        },
-        "strategy_args": {"strategy_name": "megatron_train", "strategy_config": {"tensor_model_parallel_size": 2}},
-        "device_mapping": "list(range(0,4))",
-    },
-    "train_env_manager": {
-        "num_env_groups": 4,
-        "group_size": 8,
-        "tags": ["Ice"],
-        "num_groups_partition": [4],
-        "max_env_num_per_worker": 16,
-        "generating_args": {"max_new_tokens": 100, "top_p": 0.99, "top_k": 100, "temperature": 0.99},
-    },
-    "val_env_manager": {
-        "num_env_groups": 12,
-        "group_size": 2,
-        "tags": ["Puzzle", "Ice"],
-        "num_groups_partition": [8, 4],
-        "generating_args": {"max_new_tokens": 100, "top_p": 0.9, "top_k": 100, "temperature": 0.2},
-    },
-    "custom_envs": {"Puzzle": "${own_env.Puzzle}", "Ice": "${own_env.Ice}", "Market": "${own_env.Market}"},
-}
+BASE = yaml.safe_load("""
+defaults: [../config/games@_here_]
+hydra: {run: {dir: .}, output_subdir: null}
+exp_name: play
+seed: 7
+output_dir: ./output
+logging_dir: ./logs
+render_save_dir: ./render
+track_with: tensorboard
+tracker_kwargs: {log_dir: /somewhere}
+num_gpus_per_node: 8
+max_steps: 100
+save_steps: 50
+eval_steps: 10
+resume_from_checkpoint: false
+rollout_batch_size: 32
+val_batch_size: 24
+sequence_length: 1024
+adv_estimator: grpo
+ppo_epochs: 2
+whiten_advantages: true
+advantage_clip: 0.2
+init_kl_coef: 0.0
+pretrain: some/model
+reward_pretrain: some/critic
+reward_normalization: {grouping: traj_group_id, method: mean_std}
+tokens: 64
+actor_train:
+  model_args: {dtype: fp32, disable_gradient_checkpointing: true}
+  training_args:
+    {learning_rate: 1.0e-6, per_device_train_batch_size: 2, gradient_accumulation_steps: 4, warmup_steps: 3,
+     lr_scheduler_type: constant}
+  strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 2}}
+  device_mapping: list(range(0,4))
+train_env_manager:
+  {num_env_groups: 4, group_size: 8, tags: [Ice], num_groups_partition: [4], max_env_num_per_worker: 16,
+   generating_args: {max_new_tokens: 100, top_p: 0.99, top_k: 100, temperature: 0.99}}
+val_env_manager:
+  {num_env_groups: 12, group_size: 2, tags: [Puzzle, Ice], num_groups_partition: [8, 4],
+   generating_args: {max_new_tokens: 100, top_p: 0.9, top_k: 100, temperature: 0.2}}
+custom_envs: {Puzzle: "${own_env.Puzzle}", Ice: "${own_env.Ice}", Market: "${own_env.Market}"}
+""")
 
 
 def changed(**more):
@@ -174,12 +160,8 @@ def test_sampling_of_the_environment_managers_is_read_for_training_and_validatio
     assert lines["val_env_manager.generating_args.top_p"] == "evaluation.sampling.top_p"
     over = read(actor_infer={"generating_args": {"max_new_tokens": 50, "temperature": 0.7}})
     drawn = config_of(over).sampling
-    assert (drawn.temperature, drawn.max_tokens, drawn.top_p, drawn.top_k) == (
-        0.7,
-        50,
-        0.7,
-        50,
-    )  # theirs where left out
+    theirs = (0.7, 50, 0.7, 50)  # their defaults where left out
+    assert (drawn.temperature, drawn.max_tokens, drawn.top_p, drawn.top_k) == theirs
     assert config_of(over).evaluation.temperature == 0.7  # it goes before validation's own there
     assert config_of(over).data.sources["Ice"].sampling["max_tokens"] == 50
 
@@ -206,48 +188,33 @@ def test_several_tags_share_the_batch_as_their_groups_do(read):
 
 def test_what_they_do_without_a_word_is_written_out(read):
     config = config_of(read())
-    assert (config.algorithm.std, config.algorithm.options.baseline, config.algorithm.aggregation) == (
-        "group",
-        "mean",
-        "episode",
-    )
-    assert (config.algorithm.anchor, config.algorithm.skip_zero_variance, config.algorithm.options.dual_clip) == (
-        "proximal",
-        False,
-        None,
-    )
-    assert (config.algorithm.advantage_clip, config.learner.betas, config.learner.decay) == (0.2, (0.9, 0.999), "none")
+    algorithm = config.algorithm
+    assert (algorithm.std, algorithm.options.baseline, algorithm.aggregation) == ("group", "mean", "episode")
+    assert (algorithm.anchor, algorithm.skip_zero_variance, algorithm.options.dual_clip) == ("proximal", False, None)
+    assert (algorithm.advantage_clip, config.learner.betas, config.learner.decay) == (0.2, (0.9, 0.999), "none")
     assert (config.model.dtype, config.learner.recompute, config.learner.epochs) == ("float32", False, 2)
     assert config.learner.minibatches == 2  # 32 episodes by 2 rows x 4 times x (4 devices / 2)
     assert (config.rollout.episode_seconds, config.seed) == (3600, 7)
-    plain = config_of(
-        read(
-            actor_train=None,
-            seed=None,
-            custom_envs={"Ice": {"env_type": "frozen_lake", "max_steps": 5}},
-            val_env_manager=None,
-        )
-    )
+    ice = {"Ice": {"env_type": "frozen_lake", "max_steps": 5}}
+    plain = config_of(read(actor_train=None, seed=None, custom_envs=ice, val_env_manager=None))
     assert (plain.model.dtype, plain.learner.lr, plain.learner.decay, plain.seed) == ("bfloat16", 5e-5, "linear", 42)
-    assert plain.env.args == {
-        "size": 4,
-        "frozen": 0.8,
-        "slippery": True,
-        "format_penalty": 0.0,
-        "max_steps": 5,
-    }
+    ours = {"size": 4, "frozen": 0.8, "slippery": True, "format_penalty": 0.0, "max_steps": 5}
+    assert plain.env.args == ours
     assert plain.evaluation.tasks == 0
+
+
+BY_GROUP = {"grouping": "traj_group_id"}
 
 
 @pytest.mark.parametrize(
     ("given", "ours"),
     [
         (
-            {"reward_normalization": {"grouping": "traj_group_id", "method": "mean"}, "whiten_advantages": False},
+            {"reward_normalization": BY_GROUP | {"method": "mean"}, "whiten_advantages": False},
             {"name": "grpo", "std": "none", "baseline": "mean"},
         ),
         (
-            {"reward_normalization": {"grouping": "traj_group_id", "method": "mean"}},
+            {"reward_normalization": BY_GROUP | {"method": "mean"}},
             {"name": "reinforce_plus_plus_baseline", "whiten": "token"},
         ),
         (
@@ -260,13 +227,7 @@ def test_what_they_do_without_a_word_is_written_out(read):
             {"name": "grpo", "std": "none", "baseline": "none"},
         ),
         (
-            {
-                "reward_normalization": {
-                    "grouping": "traj_group_id",
-                    "norm_mean_type": "group",
-                    "norm_std_type": "batch",
-                }
-            },
+            {"reward_normalization": BY_GROUP | {"norm_mean_type": "group", "norm_std_type": "batch"}},
             {"name": "grpo", "std": "batch"},
         ),
         ({"adv_estimator": "agentic_reinforce", "gamma": 0.8}, {"name": "turn_discounted", "gamma": 0.8}),
@@ -323,15 +284,14 @@ def test_gae_brings_a_critic_of_its_own_and_values_by_token(read):
 
 
 def test_steps_as_rows_are_our_step_agent(read):
-    manager = "roll.pipeline.agentic.env_manager.step_env_manager.StepEnvManager"
-    ice = {
-        "env_type": "frozen_lake",
-        "max_steps": 9,
-        "max_tokens_per_step": 64,
-        "env_manager_cls": manager,
-        "history_length": 5,
-        "agent_template": "The last {history_length}: {history}. Now: {current_observation}",
-    }
+    ice = yaml.safe_load("""
+env_type: frozen_lake
+max_steps: 9
+max_tokens_per_step: 64
+env_manager_cls: roll.pipeline.agentic.env_manager.step_env_manager.StepEnvManager
+history_length: 5
+agent_template: "The last {history_length}: {history}. Now: {current_observation}"
+""")
     draft = read(adv_estimator="gigpo", custom_envs__Ice=ice)
     assert "they are messages here" in why(draft)["custom_envs.Ice.agent_template"]
     config = config_of(draft)
@@ -382,35 +342,25 @@ def test_a_name_of_theirs_can_be_given_one_of_ours(read):
 
 
 def test_questions_of_a_dataset_are_rows_with_a_reward_and_a_tool_is_an_agent(read):
-    tool = {
-        "tool_configs": [{"tool_id": "python_code", "tool_args": {"timeout": 5}}],
-        "wrapper_args": {"max_tool_uses": 3, "tool_reward": 0},
-    }
-    ice = {
-        "env_type": "roll_math",
-        "max_steps": 3,
-        "max_tokens_per_step": 64,
-        "agent_system_template": "Think.",
-        "tool_wrapper": tool,
-        "env_config": {"dataset_name": "some/rows", "question_key": "prompt", "answer_key": "solution"},
-    }
+    ice = yaml.safe_load("""
+env_type: roll_math
+max_steps: 3
+max_tokens_per_step: 64
+agent_system_template: Think.
+tool_wrapper:
+  tool_configs: [{tool_id: python_code, tool_args: {timeout: 5}}]
+  wrapper_args: {max_tool_uses: 3, tool_reward: 0}
+env_config: {dataset_name: some/rows, question_key: prompt, answer_key: solution}
+""")
     draft = read(custom_envs__Ice=ice, val_env_manager__tags=["Ice"], val_env_manager__num_groups_partition=[12])
     config = config_of(draft)
-    assert (config.data.hub, config.data.question, config.data.fields) == (
-        "some/rows",
-        "prompt",
-        {"answer": "solution"},
-    )
+    data = config.data
+    assert (data.hub, data.question, data.fields) == ("some/rows", "prompt", {"answer": "solution"})
     assert ([reward.name for reward in config.rewards], config.env.name) == (["equal"], "question")
     assert (config.agent.name, config.agent.args) == ("code", {"max_tool_rounds": 3})
     assert (config.rollout.tasks_per_step, config.rollout.group_size, config.sampling.max_tokens) == (4, 8, 64)
-    both = config_of(
-        read(
-            custom_envs__Ice=ice,
-            train_env_manager__tags=["Ice", "Puzzle"],
-            train_env_manager__num_groups_partition=[3, 1],
-        )
-    )
+    tags = {"train_env_manager__tags": ["Ice", "Puzzle"], "train_env_manager__num_groups_partition": [3, 1]}
+    both = config_of(read(custom_envs__Ice=ice, **tags))
     assert {name: source.ratio for name, source in both.data.sources.items()} == {"Ice": 0.75, "Puzzle": 0.25}
     assert (both.data.sources["Ice"].agent.name, both.data.sources["Puzzle"].agent.name) == ("code", "chat")
 
@@ -442,10 +392,8 @@ def test_the_report_is_a_table_and_the_same_as_json(read, tmp_path):
     report = json.loads(done.stdout)
     lines = {line["key"]: line for line in report["lines"]}
     assert set(lines["exp_name"]) == {"kind", "key", "value", "our_key", "our_value", "reason", "explicit"}
-    assert (lines["rollout_batch_size"]["our_key"], lines["rollout_batch_size"]["our_value"]) == (
-        "rollout.tasks_per_step",
-        4,
-    )
+    batch = lines["rollout_batch_size"]
+    assert (batch["our_key"], batch["our_value"]) == ("rollout.tasks_per_step", 4)
     assert lines["whiten_advantages"]["our_value"] == "token"
     assert load(out) == validate(RunConfig, report["config"])
 
@@ -455,49 +403,37 @@ def test_a_converted_file_trains(read, tmp_path):
     draft = read(**few, rollout_batch_size=8)
     (tmp_path / "ours.yaml").write_text(as_yaml(draft.tree()))
     more = ["model=seedling", f"output_dir={tmp_path / 'out'}", "trainer.steps=1", "learner.epochs=1", "track.gifs=0"]
-    more += [
-        "rollout.workers=auto",
-        "rollout.envs_per_process=0",
-        "track.render_every=0",
-        "evaluation.greedy=false",
-    ]
+    more += ["rollout.workers=auto", "rollout.envs_per_process=0", "track.render_every=0"]
+    more += ["evaluation.greedy=false"]
     assert train(load(tmp_path / "ours.yaml", more), stub=True).summary["steps"] == 1
 
 
-RLVR = {
-    "exp_name": "verified",
-    "rollout_batch_size": 8,
-    "prompt_length": 100,
-    "response_length": 200,
-    "max_steps": 5,
-    "num_return_sequences_in_group": 4,
-    "adv_estimator": "reinforce",
-    "pretrain": "some/model",
-    "max_len_mask": True,
-    "difficulty_mask": True,
-    "difficulty_low_threshold": 0.1,
-    "difficulty_high_threshold": 0.95,
-    "norm_mean_type": None,
-    "actor_train": {
-        "data_args": {
-            "file_name": ["data/a.jsonl", "data/b.jsonl"],
-            "messages": "messages",
-            "domain_interleave_probs": {"math_rule": 0.6, "crossthinkqa": 0.4},
-        },
-        "training_args": {"learning_rate": 1e-6, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16},
-        "device_mapping": "list(range(0,2))",
-    },
-    "actor_infer": {"generating_args": {"max_new_tokens": 200, "temperature": 0.99}},
-    "rewards": {
-        "math_rule": {"worker_cls": "roll.x.MathRuleRewardWorker", "tag_included": ["deep", "aime"]},
-        "crossthinkqa": {
-            "worker_cls": "roll.x.CrossThinkQARuleRewardWorker",
-            "tag_included": ["cross"],
-            "reward_type": "soft",
-        },
-        "ifeval": {"worker_cls": "roll.x.GeneralRuleRewardWorker", "tag_included": ["if"]},
-    },
-}
+RLVR = yaml.safe_load("""
+exp_name: verified
+rollout_batch_size: 8
+prompt_length: 100
+response_length: 200
+max_steps: 5
+num_return_sequences_in_group: 4
+adv_estimator: reinforce
+pretrain: some/model
+max_len_mask: true
+difficulty_mask: true
+difficulty_low_threshold: 0.1
+difficulty_high_threshold: 0.95
+norm_mean_type: null
+actor_train:
+  data_args:
+    {file_name: [data/a.jsonl, data/b.jsonl], messages: messages,
+     domain_interleave_probs: {math_rule: 0.6, crossthinkqa: 0.4}}
+  training_args: {learning_rate: 1.0e-6, per_device_train_batch_size: 1, gradient_accumulation_steps: 16}
+  device_mapping: list(range(0,2))
+actor_infer: {generating_args: {max_new_tokens: 200, temperature: 0.99}}
+rewards:
+  math_rule: {worker_cls: roll.x.MathRuleRewardWorker, tag_included: [deep, aime]}
+  crossthinkqa: {worker_cls: roll.x.CrossThinkQARuleRewardWorker, tag_included: [cross], reward_type: soft}
+  ifeval: {worker_cls: roll.x.GeneralRuleRewardWorker, tag_included: [if]}
+""")
 
 
 def rlvr(tmp_path, uses=None, **more):
@@ -511,11 +447,8 @@ def test_rewards_by_domain_are_sources_by_tag(tmp_path):
     config = config_of(rlvr(tmp_path))
     assert (config.data.by, config.data.fields) == ("tag", {"answer": "ground_truth"})
     assert [str(file) for file in config.data.files] == ["data/a.jsonl", "data/b.jsonl"]
-    assert {name: source.ratio for name, source in config.data.sources.items()} == {
-        "deep": 0.3,
-        "aime": 0.3,
-        "cross": 0.4,
-    }
+    ratios = {name: source.ratio for name, source in config.data.sources.items()}
+    assert ratios == {"deep": 0.3, "aime": 0.3, "cross": 0.4}
     assert [reward.name for reward in config.data.sources["cross"].rewards or ()] == ["choice"]
     assert (config.rollout.tasks_per_step, config.rollout.group_size, config.learner.minibatches) == (8, 4, 1)
     assert (config.sampling.max_context, config.sampling.max_tokens, config.data.max_prompt_tokens) == (300, 200, 100)
@@ -539,71 +472,44 @@ def test_grpo_by_domain_divides_by_the_groups_deviation(tmp_path):
     assert config_of(rlvr(tmp_path, adv_estimator="grpo")).algorithm.std == "group"
 
 
+SFT = """
+sft_train: {data_args: {file_name: d.json}, training_args: {num_train_epochs: 2}, device_mapping: "[0]"}
+pretrain: m
+prompt_key: ask
+response_key: say
+"""
+DPO = """
+actor_train:
+  data_args: {file_name: [p.json]}
+  training_args: {per_device_train_batch_size: 4}
+  device_mapping: list(range(0,2))
+pretrain: m
+beta: 0.2
+chosen_key: good
+rejected_key: rejected
+max_steps: 9
+"""
+DISTILL = """
+student: {data_args: {file_name: d.json}}
+student_pretrain: small
+teacher_pretrain: large
+"""
+
+
 @pytest.mark.parametrize(
-    ("tree", "kind", "ours"),
+    ("text", "kind", "ours"),
     [
-        (
-            {
-                "sft_train": {
-                    "data_args": {"file_name": "d.json"},
-                    "training_args": {"num_train_epochs": 2},
-                    "device_mapping": "[0]",
-                },
-                "pretrain": "m",
-                "prompt_key": "ask",
-                "response_key": "say",
-                "sequence_length": 512,
-            },
-            "sft",
-            {
-                "algorithm.name": "sft",
-                "data.path": "d.json",
-                "data.question": "ask",
-                "data.fields.completion": "say",
-                "trainer.epochs": 2,
-            },
-        ),
-        (
-            {
-                "actor_train": {
-                    "data_args": {"file_name": ["p.json"]},
-                    "training_args": {"per_device_train_batch_size": 4},
-                    "device_mapping": "list(range(0,2))",
-                },
-                "pretrain": "m",
-                "beta": 0.2,
-                "chosen_key": "good",
-                "rejected_key": "rejected",
-                "max_steps": 9,
-                "sequence_length": 512,
-            },
-            "dpo",
-            {
-                "algorithm.name": "dpo",
-                "algorithm.args.beta": 0.2,
-                "data.fields.chosen": "good",
-                "rollout.tasks_per_step": 8,
-                "trainer.steps": 9,
-            },
-        ),
-        (
-            {
-                "student": {"data_args": {"file_name": "d.json"}},
-                "student_pretrain": "small",
-                "teacher_pretrain": "large",
-                "sequence_length": 512,
-            },
-            "distill",
-            {"algorithm.name": "distill", "algorithm.args.teacher": "large", "model.name": "small"},
-        ),
+        (SFT, "sft", "data.path=d.json data.question=ask data.fields.completion=say trainer.epochs=2"),
+        (DPO, "dpo", "algorithm.args.beta=0.2 data.fields.chosen=good rollout.tasks_per_step=8 trainer.steps=9"),
+        (DISTILL, "distill", "algorithm.args.teacher=large model.name=small"),
     ],
     ids=["sft", "dpo", "distill"],
 )
-def test_learning_from_given_data_has_the_algorithms_name_and_its_rows(tree, kind, ours, tmp_path):
-    (tmp_path / "given.yaml").write_text(yaml.safe_dump(tree))
+def test_learning_from_given_data_has_the_algorithms_name_and_its_rows(text, kind, ours, tmp_path):
+    (tmp_path / "given.yaml").write_text(f"{text}sequence_length: 512\n")
     draft = convert("roll", [tmp_path / "given.yaml"])
     assert pipeline(draft.source) == kind
-    assert {key: draft.settings.get(key) for key in ours} == ours
+    assert {f"{key}={value}" for key, value in draft.settings.items()} >= {f"algorithm.name={kind}", *ours.split()}
     config = config_of(draft)
     assert config.data.offline == (kind != "distill")
     assert config.evaluation.tasks == RunConfig().evaluation.tasks
@@ -614,12 +520,14 @@ def test_given_answers_in_their_columns_are_learned_from(tmp_path):
     for name in "ab":
         rows = [{"question": f"{n}{name}?", "output": str(n), "input": ""} for n in range(8)]
         (tmp_path / f"{name}.json").write_text(json.dumps(rows))
-    tree = {
-        "sft_train": {"data_args": {"file_name": [str(tmp_path / "a.json"), str(tmp_path / "b.json")]},
-                      "training_args": {"per_device_train_batch_size": 4}, "device_mapping": "[0]"},
-        "pretrain": "seedling", "prompt_key": "question", "query_key": "input", "sequence_length": 128,
-    }  # fmt: skip
-    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(tree))
+    (tmp_path / "sft.yaml").write_text(f"""
+sft_train: {{data_args: {{file_name: [{tmp_path}/a.json, {tmp_path}/b.json]}},
+            training_args: {{per_device_train_batch_size: 4}}, device_mapping: "[0]"}}
+pretrain: seedling
+prompt_key: question
+query_key: input
+sequence_length: 128
+""")
     draft = convert("roll", [tmp_path / "sft.yaml"])
     assert "join them" in why(draft)["query_key"]
     (tmp_path / "ours.yaml").write_text(as_yaml(draft.tree()))

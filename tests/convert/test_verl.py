@@ -12,8 +12,7 @@ from arborl.cli.main import app
 from arborl.config.config_base import validate
 from arborl.config.run_config import RunConfig
 from arborl.convert import Draft, convert
-from arborl.convert.verl import verl_keys as verl
-from arborl.convert.verl.verl_defaults import DEFAULTS
+from arborl.convert.verl.verl_keys import DEFAULTS, TABLE
 from arborl.errors import ConfigError
 
 A, R, T = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.rollout.multi_turn."
@@ -63,13 +62,10 @@ def test_tags_belong_to_the_sources_that_write_code_and_files_may_be_several(tmp
     draft = converted(tmp_path, MIXED)
     config = config_of(draft)
     assert {name: source.ratio for name, source in config.data.sources.items()} == {"taco": 0.4, "nq": 0.3, "math": 0.3}
-    assert {name: source.agent.name for name, source in config.data.sources.items()} == {
-        "taco": "code", "nq": "tool", "math": "chat",
-    }  # fmt: skip
-    assert config.data.sources["taco"].agent.args == {
-        "code_start_tag": "<custom_code>",
-        "code_end_tag": "</custom_code>",
-    }
+    agents = {name: source.agent.name for name, source in config.data.sources.items()}
+    assert agents == {"taco": "code", "nq": "tool", "math": "chat"}
+    tags = {"code_start_tag": "<custom_code>", "code_end_tag": "</custom_code>"}
+    assert config.data.sources["taco"].agent.args == tags
     assert not any("tag" in name for name in config.agent.args)
     assert [str(path) for path in config.data.files] == ["/data/one.parquet", "/data/two.parquet"]
     assert (config.model.name, config.algorithm.clip_low, config.algorithm.clip_high) == ("/models/base", 0.2, 0.28)
@@ -100,11 +96,8 @@ def test_what_verl_does_without_a_word_is_written_out_where_arbor_would_do_somet
     config = config_of(draft)
     assert (config.learner.weight_decay, config.learner.betas, config.learner.decay) == (0.01, (0.9, 0.999), "none")
     assert (config.learner.lr, config.learner.minibatches, config.rollout.tasks_per_step) == (1e-6, 4, 1024)
-    assert (config.model.dtype, config.algorithm.std, config.algorithm.skip_zero_variance) == (
-        "bfloat16",
-        "group",
-        False,
-    )
+    algorithm = config.algorithm
+    assert (config.model.dtype, algorithm.std, algorithm.skip_zero_variance) == ("bfloat16", "group", False)
     assert (config.sampling.max_tokens, config.sampling.max_context, config.data.overlong) == (512, 1024, "refuse")
     assert (config.evaluation.temperature, config.evaluation.greedy) == (0.0, False)
     assert [reward.name for reward in config.rewards] == ["data_source"]
@@ -266,9 +259,8 @@ def with_tools(tmp_path, *names: str) -> Draft:
     (tmp_path / "conf").mkdir(exist_ok=True)
     (tmp_path / "conf" / "tools.yaml").write_text(yaml.safe_dump({"tools": [TOOLS[name] for name in names]}))
     (tmp_path / "conf" / "servers.json").write_text(json.dumps({"mcpServers": {"a": {"url": "http://x/mcp"}}}))
-    return converted(
-        tmp_path, f"{GRPO} {T}enable=True {T}max_assistant_turns=5 {T}tool_config_path=$PWD/conf/tools.yaml"
-    )
+    keys = f"{T}enable=True {T}max_assistant_turns=5 {T}tool_config_path=$PWD/conf/tools.yaml"
+    return converted(tmp_path, f"{GRPO} {keys}")
 
 
 def test_the_file_of_tools_says_what_the_agent_calls(tmp_path):
@@ -289,10 +281,10 @@ def test_tools_may_be_given_as_a_file_beside_the_script(tmp_path):
 
 
 def test_every_default_has_a_rule_and_no_rule_leaves_a_key_without_a_word():
-    assert set(DEFAULTS) <= set(verl.TABLE)
-    for key, rule in verl.TABLE.items():
+    assert set(DEFAULTS) <= set(TABLE)
+    for key, rule in TABLE.items():
         for value in (True, False, None, 1, 0.5, "name", ["a"], {}):
-            rule(Draft(source={key: value}), key, value)  # none may break
+            rule(Draft(source={key: value}, defaults=DEFAULTS), key, value)  # none may break
 
 
 def test_an_unknown_key_is_said_to_be_unknown(tmp_path):

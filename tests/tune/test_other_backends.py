@@ -117,5 +117,5 @@ def test_ray_tries_the_plan(tmp_path: Path) -> None:
     for trial in found.trials[1:]:
         assert all(domain.contains(trial.params[name]) for name, domain in SPACE.items())
         assert (trial.state == "failed") == (trial.params["c"] == "b")
-    with pytest.raises(ConfigError, match="holds a study of Ray's"):
+    with pytest.raises(ConfigError, match="holds a study of Ray Tune"):
         asyncio.run(search(plan, objective, "ray_tune"))

@@ -168,11 +168,8 @@ def test_held_out_tasks_must_be_there() -> None:
 def test_metrics_have_longer_names_too() -> None:
     names = [objective(metric=name).metric for name in ("reward", "eval/success", "evaluation/greedy_reward")]
     assert names == ["reward", "success", "greedy_reward"]
-    assert [default_direction(name) for name in ("reward", "loss", "perplexity")] == [
-        "maximize",
-        "minimize",
-        "minimize",
-    ]
+    directions = [default_direction(name) for name in ("reward", "loss", "perplexity")]
+    assert directions == ["maximize", "minimize", "minimize"]
 
 
 def test_cores_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,18 +76,13 @@ def test_the_settings_as_they_are_come_first_and_are_compared_with(tmp_path: Pat
     assert found.gain == pytest.approx(found.best_reward + 49.0)
     assert found.best_params == found.best.params
     assert found.best_reward == max(trial.value or -1e9 for trial in found.trials)
-
-
-def test_a_study_leaves_its_files(tmp_path: Path) -> None:
-    found = study(plan(tmp_path, 4))
     there = {path.name for path in found.folder.iterdir()}
     assert {"study.db", "summary.json", "search_space.json", "history.png", "parameters.png"} <= there
     written = json.loads((found.folder / "summary.json").read_text())
-    assert written["best_params"] == found.best_params
-    assert written["default_reward"] == -49.0
-    assert [set(row) for row in written["trials"]] == [
-        {"number", "params", "value", "state", "seconds", "folder", "reason", "default"}
-    ] * 4
+    assert (written["best_params"], written["default_reward"]) == (found.best_params, -49.0)
+    keys = {"number", "params", "value", "state", "seconds", "folder", "reason", "default"}
+    assert [set(row) for row in written["trials"]] == [keys] * 8
+    assert len(study(plan(tmp_path, 8), objective).trials) == len(asked) == 8  # a complete study tries nothing more
 
 
 def test_a_smaller_number_may_be_better(tmp_path: Path) -> None:
@@ -121,60 +116,41 @@ def test_a_study_in_two_parts_is_the_study_in_one(tmp_path: Path) -> None:
     assert [trial.params for trial in parts] == [trial.params for trial in whole]
 
 
-def test_a_study_that_is_complete_tries_nothing_more(tmp_path: Path) -> None:
-    study(plan(tmp_path, 3))
-
-    async def never(params: dict[str, Any], report: TrialReport) -> float:
-        raise AssertionError
-
-    assert len(study(plan(tmp_path, 3), never).trials) == 3
-
-
 # ------------------------------------------------------------------------------------------------ what goes wrong
 
 
 def test_a_failed_trial_is_told_with_its_reason_and_never_wins(tmp_path: Path) -> None:
-    async def objective(params: dict[str, Any], report: TrialReport) -> float:
-        if report.trial == 1:
-            raise ValueError("it broke\nbadly")
-        if report.trial == 2:
-            return float("nan")
-        if report.trial == 3:
-            return float("inf")
-        if report.trial == 4:
-            raise SystemExit(3)
-        return await parabola(params, report)
+    """The unchanged settings fail too, so there is no gain."""
+    broken = {0: ValueError("it broke\nbadly"), 3: SystemExit(3)}
+    values = {1: float("nan"), 2: float("inf")}
 
-    found = study(plan(tmp_path, 7), objective)
-    assert [trial.state for trial in found.trials] == ["done", *["failed"] * 4, "done", "done"]
-    reasons = [trial.reason for trial in found.trials[1:5]]
+    async def objective(params: dict[str, Any], report: TrialReport) -> float:
+        if report.trial in broken:
+            raise broken[report.trial]
+        return values.get(report.trial) or await parabola(params, report)
+
+    found = study(plan(tmp_path, 6), objective)
+    assert [trial.state for trial in found.trials] == [*["failed"] * 4, "done", "done"]
+    reasons = [trial.reason for trial in found.trials[:4]]
     assert reasons == ["ValueError: it broke badly", "its value is nan", "its value is inf", "SystemExit: 3"]
-    assert found.best.number in (0, 5, 6)
+    assert found.best.number in (4, 5)
+    assert (found.default_reward, found.gain) == (None, None)
 
 
-def test_where_the_settings_as_they_are_fail_there_is_no_gain(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "raised", "match"),
+    [
+        (ValueError("no such thing"), RunStopped, r"None of 3 trials finished(.|\n)*no such thing"),
+        (StudyError("metric=sucess: the run does not measure it."), ConfigError, "does not measure it"),
+    ],
+)
+def test_errors_of_all_trials_end_the_study(
+    tmp_path: Path, error: Exception, raised: type[Exception], match: str
+) -> None:
     async def objective(params: dict[str, Any], report: TrialReport) -> float:
-        if not params:
-            raise ValueError("broken")
-        return 1.0
+        raise error
 
-    found = study(plan(tmp_path, 3), objective)
-    assert (found.default_reward, found.gain, found.best_reward) == (None, None, 1.0)
-
-
-def test_a_study_of_failures_alone_says_why(tmp_path: Path) -> None:
-    async def objective(params: dict[str, Any], report: TrialReport) -> float:
-        raise ValueError("no such thing")
-
-    with pytest.raises(RunStopped, match=r"None of 3 trials finished(.|\n)*no such thing"):
-        study(plan(tmp_path, 3), objective)
-
-
-def test_what_is_wrong_with_all_trials_ends_the_study(tmp_path: Path) -> None:
-    async def objective(params: dict[str, Any], report: TrialReport) -> float:
-        raise StudyError("metric=sucess: the run does not measure it.")
-
-    with pytest.raises(ConfigError, match="does not measure it"):
+    with pytest.raises(raised, match=match):
         study(plan(tmp_path, 3, jobs=2), objective)
 
 
@@ -207,17 +183,14 @@ def test_a_folder_with_another_study_is_refused_with_what_differs(tmp_path: Path
     assert "trainer.steps" not in said
 
 
-def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
+def test_a_folder_with_other_things_and_an_unknown_backend_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no backend is called 'optua'\. Did you mean 'optuna'\?"):
+        study(plan(tmp_path, 2), backend="optua")
+    assert not (tmp_path / "study").exists()
     (tmp_path / "study").mkdir()
     (tmp_path / "study" / "thesis.tex").write_text("")
     with pytest.raises(ConfigError, match=r"holds other files: thesis.tex"):
         study(plan(tmp_path, 2))
-
-
-def test_an_unknown_backend_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no backend is called 'optua'\. Did you mean 'optuna'\?"):
-        study(plan(tmp_path, 2), backend="optua")
-    assert not (tmp_path / "study").exists()
 
 
 # ------------------------------------------------------------------------------------------------ pruning

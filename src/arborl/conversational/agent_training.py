@@ -11,7 +11,7 @@ from arborl import checkpoint
 from arborl.config.load_config import from_kwargs
 from arborl.config.run_config import RunConfig
 from arborl.conversational.callbacks import Callback, CallbackHook, CheckpointCallback
-from arborl.conversational.config import GSPOConfig, TrainingConfig, ValueFunction
+from arborl.conversational.config import GSPOConfig, TrainingConfig, ValueFunction, check_counts
 from arborl.conversational.environment import Environment, split_rows
 from arborl.conversational.multi_turn_agent import MultiTurnAgent
 from arborl.errors import ConfigError, did_you_mean
@@ -195,15 +195,12 @@ class MultiTurnGRPOTrainer:
 
     async def train(self, callbacks: Sequence[Callback] = ()) -> Any:
         """Train; returns the trained agent."""
-        return await train(
-            self.agent,
-            self.environment,
-            self.reward_function,
-            config=self.config,
-            callbacks=callbacks,
-            value_function=self.value_function,
-            eval_rewards=self.eval_rewards,
-        )
+        more: dict[str, Any] = {
+            "value_function": self.value_function,
+            "eval_rewards": self.eval_rewards,
+            "callbacks": callbacks,
+        }
+        return await train(self.agent, self.environment, self.reward_function, config=self.config, **more)
 
 
 class DistributedTrainer(MultiTurnGRPOTrainer):
@@ -230,8 +227,7 @@ class DistributedTrainer(MultiTurnGRPOTrainer):
     ):
         if strategy != "ddp":
             raise ConfigError(f"DistributedTrainer, strategy={strategy!r}: must be one of ddp.")
-        if isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or num_gpus < 1:
-            raise ConfigError(f"DistributedTrainer, num_gpus={num_gpus!r}: must be a whole number >= 1. Write 1.")
+        check_counts("DistributedTrainer", num_gpus=num_gpus)
         super().__init__(agent, environment, reward_fn, _with_ranks(config or TrainingConfig(), num_gpus, strategy))
         self.num_gpus, self.strategy = num_gpus, strategy
 
@@ -247,7 +243,6 @@ class DistributedTrainer(MultiTurnGRPOTrainer):
 
 
 def gpu_count() -> int:
-    """Number of GPUs that torch can use."""
     import torch
 
     return torch.cuda.device_count()
@@ -293,14 +288,7 @@ async def run_trial(
     folder: Path,
     report: Callable[[int, float], bool],
 ) -> float:
-    """One trial of a search: train with these parameters; returns the mean reward on held-out scenarios.
-
-    Args:
-        agent, environment, reward_fn, config: as of `train`.
-        params: fields of `TrainingConfig`, or `top_p`, `top_k` and `max_new_tokens` of the agent.
-        folder: run folder.
-        report: called with step and reward of each evaluation; returns whether to stop the trial.
-    """
+    """One trial of a search: train with these parameters; returns the mean reward on held-out scenarios."""
     agent_fields = {name: value for name, value in params.items() if name in ("top_p", "top_k", "max_new_tokens")}
     fields = {name: value for name, value in params.items() if name not in agent_fields}
     for name in fields:

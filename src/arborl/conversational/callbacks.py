@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from arborl import checkpoint
+from arborl.conversational.config import check_counts
 from arborl.conversational.environment import TrajectoryGroup
 from arborl.errors import ConfigError
 from arborl.trainer.trainer import Trainer
@@ -37,12 +38,7 @@ Callback = Callable[[str, Mapping[str, Any]], Any] | Any
 
 
 class CallbackHook:
-    """A hook of the trainer that calls the callbacks of a run.
-
-    Args:
-        callbacks: in the order of their calls.
-        logging_steps: steps between log lines.
-    """
+    """A hook of the trainer that calls the callbacks of a run."""
 
     def __init__(self, callbacks: Sequence[Callback], logging_steps: int = 10):
         for callback in callbacks:
@@ -127,8 +123,7 @@ class EarlyStoppingCallback:
         min_delta: float = 0.0,
         mode: Literal["max", "min"] = "max",
     ):
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
-            raise ConfigError(f"EarlyStoppingCallback, patience={patience!r}: must be a whole number >= 1. Write 10.")
+        check_counts("EarlyStoppingCallback", patience=patience)
         if mode not in ("max", "min"):
             raise ConfigError(f"EarlyStoppingCallback, mode={mode!r}: must be one of max, min.")
         self.patience, self.metric, self.min_delta, self.mode = patience, metric, min_delta, mode
@@ -161,9 +156,8 @@ class CheckpointCallback:
     """
 
     def __init__(self, save_dir: str | Path = "./checkpoints", save_steps: int | None = None, keep: int | None = None):
-        for name, value in (("save_steps", save_steps), ("keep", keep)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"CheckpointCallback, {name}={value!r}: must be a whole number >= 1, or None.")
+        given = {name: value for name, value in (("save_steps", save_steps), ("keep", keep)) if value is not None}
+        check_counts("CheckpointCallback", **given)
         self.save_dir, self.save_steps, self.keep = Path(save_dir).expanduser(), save_steps, keep
         self.saved: list[Path] = []
 

@@ -30,13 +30,15 @@ ATTENTION = {"eager": "dense", "flex_attention": "kernel"}
 Tracker = Literal["none", "tensorboard", "wandb", "mlflow"]
 
 
-class MutableConfig(Config):
-    """Base of settings whose fields can be assigned. Every wrong value is a `ConfigError`, also on assignment.
+def check_counts(owner: str, **counts: Any) -> None:
+    """ConfigError for an argument that is not a whole number of at least 1."""
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{owner}, {name}={value!r}: must be a whole number >= 1.")
 
-    Example:
-        config = TrainingConfig(num_episodes=100)
-        config.learning_rate = -1      # ConfigError: TrainingConfig, learning_rate: must be a number > 0, given -1. …
-    """
+
+class MutableConfig(Config):
+    """Base of settings whose fields can be assigned. Every wrong value is a `ConfigError`, also on assignment."""
 
     model_config = ConfigDict(frozen=False, validate_assignment=True)
 
@@ -124,10 +126,8 @@ class AgentConfig(MutableConfig):
             raise ValueError(f"model_name={self.model_name} is a stub. Write use_stub_model=True too.")
         if self.use_stub_model and not (self.stub_responses and all(self.stub_responses)):
             raise ValueError("stub_responses: must contain at least one text, and no empty one.")
-        if (
-            not self.enable_context_compression
-            and {"compression_ratio", "compression_strategy"} & self.model_fields_set
-        ):
+        compression = {"compression_ratio", "compression_strategy"} & self.model_fields_set
+        if compression and not self.enable_context_compression:
             raise ValueError("compression_ratio and compression_strategy: write enable_context_compression=True too.")
         return self
 
@@ -288,11 +288,7 @@ class TrainingConfig(MutableConfig):
 
     @classmethod
     def from_profile(cls, profile: str, **fields: Any) -> Any:
-        """The settings of a profile, with these fields in place of its own.
-
-        Example:
-            TrainingConfig.from_profile("conservative", num_episodes=200)
-        """
+        """The settings of a profile, with these fields in place of its own."""
         return cls(**profile_settings(profile, fields.get("algorithm")) | fields)
 
     def with_profile(self, profile: str) -> Any:
@@ -338,12 +334,9 @@ class TrainingConfig(MutableConfig):
                 f"AgentConfig, torch_dtype={agent.torch_dtype} and TrainingConfig, {'bf16' if self.bf16 else 'fp16'}="
                 "True contradict each other. Leave one out."
             )
-        model: dict[str, Any] = {
-            "name": "seedling" if agent.use_stub_model else agent.model_name,
-            "dtype": dtype,
-            "device": agent.device_map,
-            "chat_template": agent.chat_template,
-        }
+        name = "seedling" if agent.use_stub_model else agent.model_name
+        model: dict[str, Any] = {"name": name, "dtype": dtype, "device": agent.device_map}
+        model["chat_template"] = agent.chat_template
         if self.use_lora:
             target = list(self.lora_target_modules or ("all-linear",))
             model["lora"] = {
@@ -427,11 +420,7 @@ class ValueFunction(MutableConfig):
     """A head on the policy; False: a separate model."""
 
     def compute_advantages(self, rewards: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
-        """Advantages and returns of one conversation, per turn (equation 16).
-
-        Example:
-            ValueFunction(gamma=1.0, gae_lambda=1.0).compute_advantages([0, 1], [0.5, 0.5])    # ([0.5, 0.5], [1, 1])
-        """
+        """Advantages and returns of one conversation, per turn (equation 16)."""
         if len(rewards) != len(values):
             raise ValueError(f"{len(rewards)} rewards and {len(values)} values: must be one of each per turn")
         advantages, advantage, next_value = [0.0] * len(rewards), 0.0, 0.0

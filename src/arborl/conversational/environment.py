@@ -9,9 +9,9 @@ import copy
 import hashlib
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from operator import methodcaller
 from statistics import fmean
 from typing import Any
 
@@ -164,17 +164,14 @@ def _as_message(turn: AnyTurn, role: str) -> Message:
 
 
 class WithRandomSeed:
-    """Awaits a coroutine with its own state of the module `random`; other tasks are not affected.
-
-    Example:
-        await WithRandomSeed(7, environment.reset())
-    """
+    """Awaits a coroutine with its own state of the module `random`; other tasks are not affected."""
 
     def __init__(self, seed: int, work: Coroutine[Any, Any, Any]):
         self.work, self.state = work, random.Random(seed).getstate()
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        iterator, resume = self.work.__await__(), partial(next)
+        iterator = self.work.__await__()
+        resume: Callable[[Any], Any] = next
         while True:
             outer_state = random.getstate()
             random.setstate(self.state)
@@ -186,18 +183,9 @@ class WithRandomSeed:
                 self.state = random.getstate()
                 random.setstate(outer_state)
             try:
-                value = yield awaited
-                resume = partial(_send, value)
+                resume = methodcaller("send", (yield awaited))
             except BaseException as error:
-                resume = partial(_throw, error)
-
-
-def _send(value: Any, iterator: Any) -> Any:
-    return iterator.send(value)
-
-
-def _throw(error: BaseException, iterator: Any) -> Any:
-    return iterator.throw(error)
+                resume = methodcaller("throw", error)
 
 
 # ------------------------------------------------------------------------------------------------ conversations
@@ -234,9 +222,8 @@ class ConversationEnvironment(Environment):
         **more: Any,
     ):
         if not isinstance(randomize_scenarios, bool):
-            raise ConfigError(
-                f"ConversationEnvironment, randomize_scenarios={randomize_scenarios!r}: must be True or False."
-            )
+            given = f"randomize_scenarios={randomize_scenarios!r}"
+            raise ConfigError(f"ConversationEnvironment, {given}: must be True or False.")
         if scenarios is None and preset is None:
             presets = ", ".join(CONVERSATION_CONFIGS)
             raise ConfigError(f"ConversationEnvironment: write scenarios=[…], or preset=NAME: {presets}.")
@@ -269,12 +256,6 @@ class ConversationEnvironment(Environment):
     ) -> list[dict[str, Any]]:
         """Conversations of a scripted agent, for imitation. It gives a good reply with probability `skill`, and a reply
         that fits elsewhere otherwise. Held-out scenarios are excluded.
-
-        Args:
-            count: number of conversations.
-            skill: between 0 and 1.
-            seed: seed of all random choices.
-            eval_share: as in the `TrainingConfig`.
         """
         rows = self.rows() if self.held_out is not None else split_rows(self.rows(), eval_share)[0]
         if not 0 <= skill <= 1 or count < 1:
@@ -326,20 +307,15 @@ class ScenarioConversation(Conversation):
         return [
             {
                 "id": scenario.id if len(self.personas) == 1 else f"{scenario.id}/{persona.name}",
-                "scenario": number,
-                "scenario_id": scenario.id,
-                "topic": scenario.topic,
-                "goal": scenario.goal,
-                "user_responses": [line.text for line in scenario.lines],
-                "metadata": dict(scenario.metadata),
-                "persona": persona.name,
-                "messages": [{"role": "user", "content": scenario.lines[0].text}],
+                "scenario": number, "scenario_id": scenario.id, "topic": scenario.topic, "goal": scenario.goal,
+                "user_responses": [line.text for line in scenario.lines], "metadata": dict(scenario.metadata),
+                "persona": persona.name, "messages": [{"role": "user", "content": scenario.lines[0].text}],
             }
             for number in chosen
             for scenario in [self.scenarios[number]]
             for persona in self.personas
             if scenario.persona in ("", persona.name)
-        ]
+        ]  # fmt: skip
 
     def _draw(self, task: Task) -> tuple[Scenario, Persona]:
         if "scenario" not in task.fields:

@@ -99,7 +99,9 @@ async def quick_hpo(
     if hpo_config is not None and (n_trials is not None or search_space is not None):
         raise ConfigError("hpo_config sets n_trials and search_space. Leave them out.")
     config = hpo_config or HPOConfig(search_space or "grpo", 50 if n_trials is None else n_trials)
-    run_once = run_trial or _default_trial()
+    from arborl.conversational.agent_training import run_trial as train_once  # imports torch
+
+    run_once: TrialFunction = run_trial or train_once
     study = Path(folder) if folder is not None else Path("studies") / folder_name(type(agent).__name__)
     plan = config.plan(study, {name: getattr(base_config, name, None) for name in config.space})
 
@@ -108,13 +110,6 @@ async def quick_hpo(
         return await run_once(*arguments, folder=report.folder, report=report)
 
     return await search(plan, objective, backend, {"base_config": _as_texts(base_config)})
-
-
-def _default_trial() -> TrialFunction:
-    from arborl.conversational.agent_training import run_trial  # imports torch, which the checks above do not need
-
-    function: TrialFunction = run_trial
-    return function
 
 
 def _as_texts(config: Any) -> dict[str, str]:

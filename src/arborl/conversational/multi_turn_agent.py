@@ -20,7 +20,7 @@ from arborl.agents.context.managed_conversation import ContextPolicy, ManagedCon
 from arborl.chat import Renderer
 from arborl.chat.messages import read_messages
 from arborl.checkpoint import check_model
-from arborl.conversational.config import AgentConfig
+from arborl.conversational.config import AgentConfig, check_counts
 from arborl.envs.env import Env
 from arborl.errors import ConfigError
 from arborl.models.model_files import resolve
@@ -41,12 +41,7 @@ MAX_CONVERSATIONS = 64
 
 
 class ModelConversation:
-    """One conversation with a model.
-
-    Args:
-        model: the model.
-        policy: compression of a conversation that exceeds the context; None for none.
-    """
+    """One conversation with a model."""
 
     def __init__(self, model: Model, policy: ContextPolicy | None):
         self.model, self.policy = model, policy
@@ -62,10 +57,8 @@ class ModelConversation:
             return await self.model.chat(messages)
         if self.talk is None or not self.is_continued_by(messages):
             opening = next((i for i, message in enumerate(messages) if message.role == "assistant"), len(messages))
-            self.talk, self.messages = (
-                ManagedConversation(self.model, messages[:opening], self.policy),
-                tuple(messages[:opening]),
-            )
+            self.messages = tuple(messages[:opening])
+            self.talk = ManagedConversation(self.model, self.messages, self.policy)
         for message in messages[len(self.messages) :]:
             if message.role == "assistant":
                 self.talk.add(message)
@@ -105,15 +98,7 @@ class ScriptedModel:
 
 
 class LoadedPolicy:
-    """A loaded model that answers any number of conversations at once.
-
-    Args:
-        engine, renderer: the model.
-        sampling: sampling parameters.
-        max_context: tokens of prompt and reply.
-        seed: seed of all replies.
-        policy: compression, as of `ModelConversation`.
-    """
+    """A loaded model that answers any number of conversations at once."""
 
     def __init__(
         self,
@@ -138,22 +123,14 @@ class LoadedPolicy:
         renderer, context = Renderer.from_folder(folder, chat_template=config.chat_template), config.context_length
         model = load_model(folder, config.dtype, config.device_map)
         engine = LocalEngine(model, context, decode=renderer.tokenizer.decode)
-        sampling = Sampling(
-            config.max_new_tokens,
-            config.temperature,
-            stop=renderer.stop,
-            stop_texts=config.stop,
-            top_k=config.top_k,
-            top_p=config.top_p,
-        )
+        drawn: dict[str, Any] = {"stop_texts": config.stop, "top_k": config.top_k, "top_p": config.top_p}
+        sampling = Sampling(config.max_new_tokens, config.temperature, stop=renderer.stop, **drawn)
         return cls(engine, renderer, sampling, context, config.seed, config.compression_policy)
 
     async def reply(self, messages: Sequence[Message]) -> Message:
         known = [one for one in self._conversations if one.is_continued_by(messages)]
-        if known:
-            conversation = max(known, key=lambda one: len(one.messages))
-        else:
-            conversation = ModelConversation(self._recorder(), self.policy)
+        longest = max(known, key=lambda one: len(one.messages), default=None)
+        conversation = longest or ModelConversation(self._recorder(), self.policy)
         # Meanwhile no other call continues this conversation.
         self._conversations = [other for other in self._conversations if other is not conversation]
         try:
@@ -309,9 +286,7 @@ class ConversationMemory:
     """
 
     def __init__(self, max_turns: int = 100, summarization_threshold: int = 50):
-        for name, value in (("max_turns", max_turns), ("summarization_threshold", summarization_threshold)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"ConversationMemory, {name}={value!r}: must be a whole number >= 1. Write 50.")
+        check_counts("ConversationMemory", max_turns=max_turns, summarization_threshold=summarization_threshold)
         if summarization_threshold > max_turns:
             raise ConfigError(
                 f"ConversationMemory, summarization_threshold={summarization_threshold}: must be at most "
@@ -334,12 +309,7 @@ class ConversationMemory:
         return "\n\n".join((RECALL_HEADER, *parts)) if parts else ""
 
     async def remember(self, conversation: Sequence[Message], complete: Complete) -> None:
-        """Store a conversation.
-
-        Args:
-            conversation: all of its messages.
-            complete: asks the model for a summary.
-        """
+        """Store a conversation."""
         pairs = _pairs(conversation)
         self.conversations = [one for one in self.conversations if pairs[: len(one)] != one] + [pairs]
         if len(self) > self.summarization_threshold and len(self.conversations) > 1:

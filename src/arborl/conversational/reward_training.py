@@ -22,6 +22,7 @@ from arborl.chat import Renderer
 from arborl.config.load_config import is_text
 from arborl.config.run_config import RunConfig
 from arborl.config.training_config import LearnerConfig
+from arborl.conversational.config import check_counts
 from arborl.conversational.environment import MultiTurnTrajectory
 from arborl.data.reading.row_reader import OfflineRowReader, messages_of_cell
 from arborl.data.reading.table_files import open_table
@@ -94,10 +95,8 @@ class NeuralRewardTrainer:
     ):
         if learning_rate is not None and finite(learning_rate, "learning_rate") <= 0:
             raise ConfigError(f"learning_rate={learning_rate}: must be a number above 0.")
-        counts = {"epochs": epochs, "batch_size": batch_size, "max_tokens": 1 if max_tokens is None else max_tokens}
-        for name, value in counts.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}={value!r}: must be a whole number >= 1.")
+        length = 1 if max_tokens is None else max_tokens
+        check_counts("NeuralRewardTrainer", epochs=epochs, batch_size=batch_size, max_tokens=length)
         if not 0 <= finite(validation, "validation") < 1:
             raise ConfigError(f"validation={validation}: must be a share from 0 to below 1.")
         if dtype not in DTYPES:
@@ -129,7 +128,7 @@ class NeuralRewardTrainer:
         return NeuralReward(folder.absolute(), device=self.device, dtype=self.dtype)
 
     def _train(self, stop: threading.Event) -> Path:
-        from arborl.learner.core.pairwise import UNINFORMED_LOSS, PairLearner, fit
+        from arborl.learner.core.pairwise import UNINFORMED_LOSS, PairLearner
         from arborl.models.output_heads import SequenceScorer
         from arborl.training_run.run_folder import claimed
 
@@ -141,16 +140,46 @@ class NeuralRewardTrainer:
         with claimed(config, resuming=False) as folder:
             steps = self.epochs * math.ceil(len(training) / self.batch_size)
             learner = PairLearner(SequenceScorer(source, self.dtype, self.device, begin=True), self.config, steps)
-            with _Progress(self, len(training), len(held), stop) as progress:
-                sizes = (self.epochs, self.batch_size, self.seed)
-                best = fit(learner, training, held, *sizes, progress.step, progress.epoch)
-                progress.check()
+            best = self._fit(learner, training, held, stop)
             if best.get("loss", 0.0) >= UNINFORMED_LOSS:
                 log.warning("the reward model is not better than chance on held-out pairs")
             scale, shift = self._scale(learner, training)
             record = RewardModelRecord(scale, shift, max_tokens, best.get("accuracy"), tuple(self.history))
             _save(folder, learner, source, renderer, record)
             return folder
+
+    def _fit(
+        self, learner: PairLearner, training: list[TextPair], held: list[TextPair], stop: threading.Event
+    ) -> EpochMetrics:
+        """Train, with a printed line per epoch; `_Cancelled` once `stop` is set."""
+        from arborl.learner.core.pairwise import fit
+
+        console, start = Console(quiet=not self.progress), time.monotonic()
+        self.history = []
+
+        def say(text: str) -> None:
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+        def check() -> None:
+            if stop.is_set():
+                raise _Cancelled
+
+        def on_step(epoch: int, pairs: int) -> None:
+            check()
+            status.update(f"epoch {epoch}/{self.epochs}, pair {pairs}/{len(training)}")
+
+        def on_epoch(row: EpochMetrics) -> None:
+            self.history.append(row)
+            measured = f"  held out: loss {row['loss']:.3f}  accuracy {row['accuracy']:.1%}" if "loss" in row else ""
+            text = f"epoch {row['epoch']:g}/{self.epochs}  loss {row['train_loss']:.3f}{measured}"
+            say(f"{text}  {time.monotonic() - start:.0f} s")
+
+        pairs = f"{len(training)} pairs" + (f", {len(held)} held out" if held else "")
+        say(f"reward model: training {self.model_name} on {pairs}")
+        with console.status("") as status:
+            best = fit(learner, training, held, self.epochs, self.batch_size, self.seed, on_step, on_epoch)
+            check()
+        return best
 
     def _max_tokens(self, source: Path) -> int:
         model = read_model_config(source)
@@ -208,43 +237,6 @@ class _Cancelled(Exception):
     """The training was cancelled."""
 
 
-class _Progress:
-    """Prints the progress of training and checks for cancellation."""
-
-    def __init__(self, trainer: NeuralRewardTrainer, training: int, held: int, stop: threading.Event):
-        self.trainer, self.training, self.held, self.stop = trainer, training, held, stop
-        self.console = Console(quiet=not trainer.progress)
-        self.status = self.console.status("")
-
-    def __enter__(self) -> _Progress:
-        self.trainer.history, self.start = [], time.monotonic()
-        held = f", {self.held} held out" if self.held else ""
-        self._print(f"reward model: training {self.trainer.model_name} on {self.training} pairs{held}")
-        self.status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.status.stop()
-
-    def check(self) -> None:
-        if self.stop.is_set():
-            raise _Cancelled
-
-    def step(self, epoch: int, pairs: int) -> None:
-        self.check()
-        self.status.update(f"epoch {epoch}/{self.trainer.epochs}, pair {pairs}/{self.training}")
-
-    def epoch(self, row: EpochMetrics) -> None:
-        self.trainer.history.append(row)
-        measured = f"  held out: loss {row['loss']:.3f}  accuracy {row['accuracy']:.1%}" if "loss" in row else ""
-        seconds = time.monotonic() - self.start
-        text = f"epoch {row['epoch']:g}/{self.trainer.epochs}  loss {row['train_loss']:.3f}{measured}"
-        self._print(f"{text}  {seconds:.0f} s")
-
-    def _print(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
 def _save(folder: Path, learner: PairLearner, source: Path, renderer: Renderer, record: RewardModelRecord) -> None:
     """Write the model in Hugging Face format; `config.json` comes last and marks the folder as complete."""
     from arborl.training_run.build import save_tokenizer
@@ -287,16 +279,7 @@ class Preference:
 
 
 def read_preferences(data: Any, fields: Mapping[str, str] | None = None) -> list[Preference]:
-    """The pairs of a file or of Python objects, as conversations for a reward model.
-
-    Args:
-        data: pairs, or the path of a file.
-        fields: other names of columns: `{"prompt": "question"}`.
-
-    Example:
-        read_preferences([("I am sorry. Which order is it?", "Read the website.")])
-        read_preferences("pairs.jsonl")
-    """
+    """The pairs of a file or of Python objects, as conversations for a reward model."""
     if isinstance(data, str | PathLike):
         path = Path(data).expanduser()
         table = open_table(path)

@@ -123,13 +123,7 @@ async def run_in_thread(work: Callable[[asyncio.Runner], T]) -> T:
 
 
 class TRLRun:
-    """One run: Arbor plays and evaluates, TRL trains.
-
-    Args:
-        run_config, config: settings of the run and of the user.
-        folder: run folder.
-        attention: attention implementation of TRL's model.
-    """
+    """One run: Arbor plays and evaluates, TRL trains."""
 
     def __init__(self, run_config: RunConfig, config: TrainingConfig, folder: Path, attention: str):
         self.run_config, self.config, self.folder = run_config, config, folder
@@ -161,7 +155,6 @@ class TRLRun:
             runner.run(self.parts.close())
 
     def write_model(self, folder: Path) -> None:
-        """Write the evaluated model, with adapters merged."""
         self.parts.model.save_pretrained(folder / "model")
         self.parts.save_tokenizer(folder / "model")
 
@@ -223,7 +216,6 @@ class TRLRun:
         return episodes
 
     async def evaluate(self, step: int) -> Metrics:
-        """Metrics on held-out scenarios with the engine's weights."""
         if self.run_config.evaluation.tasks == 0:
             return {}
         result = await self.parts.evaluator.measure()

@@ -4,7 +4,7 @@ conversion.py         From the keys of another system to a valid configuration
 draft.py              The configuration under construction, and the outcome of every key
 conversion_report.py  The outcomes as a table and as JSON; the configuration as YAML
 reading/              Keys and values of scripts, override lists and YAML
-common_rules.py       Reasons and parts that several systems share
+common_rules.py       Rules as data; reasons and parts that several systems share
 verl/                 verl
 agentfly.py           AgentFly, in addition to verl's keys
 roll/                 ROLL

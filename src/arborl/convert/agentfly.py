@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from arborl.convert.common_rules import CORPUS, DOCUMENTS, ENGINE, SEARCH_TAGS
-from arborl.convert.draft import Draft, Rule, idle, names, to
+from arborl.convert.common_rules import CORPUS, DOCUMENTS, ENGINE, LEFT_OUT, SEARCH_TAGS, Rule, idle, to
+from arborl.convert.draft import Draft, names
 
-LEAVE = "none"
 AGENTS = {"hf": "tool", "think": "tool", "react": "react", "code": "code", "searchr1": "code", "action": "chat"}
 TOOLS = {
     "calculator": "calculator", "code_interpreter": "python", "answer": "answer", "answer_math": "answer",
@@ -24,6 +24,9 @@ ELSEWHERE = {
 JUDGE = {"model": "${oc.env:OPENAI_MODEL}", "base_url": "${oc.env:OPENAI_BASE_URL}"}
 NOTHING = {"wrong": 0.0, "invalid": 0.0, "exceeded": 0.0, "too_few_turns": 0.0}
 GOLDEN = {"field": "golden_answers"} | NOTHING
+EXACT = {"name": "short_answer", "args": {"match": "exact"} | GOLDEN}
+F1 = {"name": "short_answer", "args": {"match": "f1"} | NOTHING}
+JUDGED = ({"name": "judge", "args": JUDGE | NOTHING}, "with our own question; OPENAI_BASE_URL says where")
 TOOL = "a wrong answer is worth 0; there 0.1 with a tool call, and a right one without a call 0"
 REWARDS: dict[str, tuple[Any, str]] = {
     "math_reward_string_equal": ("equal", TOOL),
@@ -33,26 +36,14 @@ REWARDS: dict[str, tuple[Any, str]] = {
     "math_equal_reward_think": ("equal", TOOL + "; thoughts are not required: add the reward format"),
     "math_reward_thought_with_tool": ("equal", TOOL + "; thoughts are not required: add the reward format"),
     "math_reward": ("equal", ""),
-    "qa_em_reward": ({"name": "short_answer", "args": {"match": "exact"} | GOLDEN}, ""),
-    "qa_em_format_reward": (
-        {"name": "short_answer", "args": {"match": "exact"} | GOLDEN},
-        "a wrong answer in the right form is worth 0; there 0.1: add the reward format",
-    ),
-    "qa_em_reward_tool_call": ({"name": "short_answer", "args": {"match": "exact"} | GOLDEN}, ""),
-    "qa_f1_reward": ({"name": "short_answer", "args": {"match": "f1"} | NOTHING}, ""),
-    "qa_f1_reward_tool": (
-        {"name": "short_answer", "args": {"match": "f1"} | NOTHING},
-        "an answer after fewer than two tool calls counts; there it is worth 0",
-    ),
+    "qa_em_reward": (EXACT, ""),
+    "qa_em_format_reward": (EXACT, "a wrong answer in the right form is worth 0; there 0.1: add the reward format"),
+    "qa_em_reward_tool_call": (EXACT, ""),
+    "qa_f1_reward": (F1, ""),
+    "qa_f1_reward_tool": (F1, "an answer after fewer than two tool calls counts; there it is worth 0"),
     "code_reward_test": ("code_tests", "1 where all tests of the row pass; there whenever the code could be run"),
-    "llm_as_judge_reward": (
-        {"name": "judge", "args": JUDGE | NOTHING},
-        "with our own question; OPENAI_BASE_URL says where",
-    ),
-    "llm_as_judge_math_reward": (
-        {"name": "judge", "args": JUDGE | NOTHING},
-        "with our own question; OPENAI_BASE_URL says where",
-    ),
+    "llm_as_judge_reward": JUDGED,
+    "llm_as_judge_math_reward": JUDGED,
     "webshop_reward": ("env", ""),
 }
 """Theirs, ours, and what differs."""
@@ -75,7 +66,7 @@ def tools(draft: Draft, key: str, value: Any) -> None:
     found: list[str] = []
     for name in names(value):
         ours = draft.uses.get(name) or TOOLS.get(name)
-        if ours == LEAVE:
+        if ours == LEFT_OUT:
             draft.drop(key, name, "left out, as --use says")
         elif ours is None and name in ENVIRONMENTS:
             why = "its moves are messages, and its products are made; env.args.data names WebShop's own"
@@ -83,11 +74,8 @@ def tools(draft: Draft, key: str, value: Any) -> None:
         elif ours is None:
             reason = next((text for start, text in ELSEWHERE.items() if name.startswith(start)), "no such tool here")
             own = f"--use {name}=package.module:function, or --use {name}=none to leave it out"
-            draft.refuse(
-                key,
-                name,
-                f"{reason}. Known: {', '.join(TOOLS)}. Write one of your own (docs/tools.md) and say so: {own}.",
-            )
+            write = f"Write one of your own (docs/tools.md) and say so: {own}"
+            draft.refuse(key, name, f"{reason}. Known: {', '.join(TOOLS)}. {write}.")
         elif ours not in found:
             found.append(ours)
             for argument, content in CORPUS.get(ours, {}).items():
@@ -125,11 +113,8 @@ def minibatch(draft: Draft, key: str, value: Any) -> None:
         return
     rows = tasks * chains  # type: ignore[operator]
     count = min(max(rows // value, 1), int(tasks or 1))
-    why = (
-        ""
-        if rows % value == 0 and count == rows // value
-        else f"{rows} chains by {value}: here each holds whole groups"
-    )
+    exact = rows % value == 0 and count == rows // value
+    why = "" if exact else f"{rows} chains by {value}: here each holds whole groups"
     draft.set(key, value, "learner.minibatches", count, why)
 
 
@@ -140,7 +125,7 @@ def _said(draft: Draft, key: str, otherwise: Any = None) -> Any:
 
 def after(draft: Draft) -> None:
     """What only makes sense together."""
-    settings = draft.settings
+    settings, reward_key = draft.settings, "agent.init_config.reward_name"
     if settings.get("env.name"):
         for path in ("data.path", "data.evaluation_path", "data.question"):
             draft.undo(path, "the environment makes its tasks")
@@ -148,35 +133,24 @@ def after(draft: Draft) -> None:
             draft.set("agent.agent_type", _said(draft, "agent_type"), "agent.name", "chat", "its moves are messages")
         most = _said(draft, "max_turns")
         if isinstance(most, int):
-            draft.move("agent.args.max_tool_rounds", "env.args.max_steps")
-            draft.settings["env.args.max_steps"] = most
+            settings.pop("agent.args.max_tool_rounds", None)
+            settings["env.args.max_steps"] = most
             draft.lines = [
-                type(line)("mapped", line.key, line.value, line.path, most)
-                if line.path == "env.args.max_steps"
+                replace(line, kind="mapped", path="env.args.max_steps", ours=most, why="")
+                if line.path == "agent.args.max_tool_rounds"
                 else line
                 for line in draft.lines
             ]
     elif settings.get("agent.name") == "chat" and str(_said(draft, "agent_type")).lower() == "action":
-        draft.refuse(
-            "agent.agent_type",
-            "action",
-            "acts in an environment, and no tool names one. Known: webshop_browser_action.",
-        )
+        why = "acts in an environment, and no tool names one. Known: webshop_browser_action."
+        draft.refuse("agent.agent_type", "action", why)
     elif settings.get("rewards") == ["env"]:
-        draft.refuse(
-            "agent.init_config.reward_name", "webshop_reward", "is that of an environment, and no tool names one."
-        )
+        draft.refuse(reward_key, "webshop_reward", "is that of an environment, and no tool names one.")
     if "rewards" not in settings:
-        known = ", ".join(REWARDS)
-        draft.refuse(
-            "agent.init_config.reward_name", None, f"names no reward. Write one of {known}; or your own with --use."
-        )
-    for key, path in (
-        ("max_model_len", "sampling.max_context"),
-        ("generation_config.max_tokens", "sampling.max_tokens"),
-    ):
+        draft.refuse(reward_key, None, f"names no reward. Write one of {', '.join(REWARDS)}; or your own with --use.")
+    for key in ("max_model_len", "generation_config.max_tokens"):
         if (most := _said(draft, key)) is not None:  # before what verl's own lengths say
-            settings[path] = int(most)
+            settings["sampling.max_context" if key == "max_model_len" else "sampling.max_tokens"] = int(most)
     if settings.get("agent.name") == "code" and "python" in settings.get("tools", ()):
         draft.undo("tools", "what the code agent runs anyway")
 

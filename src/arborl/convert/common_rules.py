@@ -1,8 +1,18 @@
-"""Reasons and parts that several systems share."""
+"""Rules as data: what becomes of one key. Reasons and parts that several systems share."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from arborl.convert.draft import Draft, one_or_all
+
+Rule = Callable[[Draft, str, Any], None]
+"""Conversion of one key: (draft, key, value)."""
+Condition = Callable[[Draft], Any]
+UNSEEN = re.compile(r"\$\([^()]*\)|`[^`]*`|\$\{?\w+\}?")
+"""Parts of a value that are only known when a script runs."""
 
 ENGINE = "sampling is done by Arbor's own engine, which shares the learner's weights"
 MICRO = "micro-batches are counted in tokens, and change nothing but memory: learner.micro_batch_tokens"
@@ -18,3 +28,139 @@ CORPUS: dict[str, dict[str, Any]] = {
 }
 """Arguments of tools that call a service there."""
 DOCUMENTS = "a service there; here a file with one document per line"
+LEFT_OUT = "none"
+"""`--use NAME=none` leaves a tool or reward out."""
+
+
+def to(path: str, change: Callable[[Any], Any] | Mapping[Any, Any] | None = None, why: str = "") -> Rule:
+    """Our `path`, with the value converted by a function or a table."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        if not isinstance(change, Mapping):
+            draft.set(key, value, path, change(value) if change else value, why)
+        elif value in change:
+            draft.set(key, value, path, change[value], why)
+        else:
+            draft.drop(key, value, f"no counterpart of {value!r} for {path}. Known: {', '.join(map(str, change))}")
+
+    return rule
+
+
+def num(path: str, change: Callable[[Any], Any] | None = None, why: str = "") -> Rule:
+    """A number. One that is only known when the script runs is refused."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        if value is None:
+            draft.skip(key, value, "null, which leaves it at verl's default")
+        elif isinstance(value, bool) or not isinstance(value, int | float):
+            draft.refuse(key, value, "not a number that can be read without running the script. Write it there.")
+        else:
+            draft.set(key, value, path, change(value) if change else value, why)
+
+    return rule
+
+
+def text(path: str, why: str = "") -> Rule:
+    """A path or a name; several files are a list."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        if value in (None, [], ""):
+            draft.skip(key, value, "null: not given")
+            return
+        parts = [str(one) for one in value] if isinstance(value, list) else [str(value)]
+        unseen = UNSEEN.search(" ".join(parts))
+        reason = f"{unseen[0]} is only known when the script runs: write it yourself" if unseen else why
+        draft.set(key, value, path, one_or_all(parts), reason)
+
+    return rule
+
+
+def folder(path: str, why: str) -> Rule:
+    """A folder; one that is only known when the script runs is skipped, with `why`."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        if value is None or UNSEEN.search(str(value)):
+            draft.skip(key, value, f"only known when the script runs; {why}")
+        else:
+            draft.set(key, value, path, str(value))
+
+    return rule
+
+
+def choice(path: str, table: Mapping[str, Any], remedy: str) -> Rule:
+    """One of several; another is refused."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        if str(value) not in table:
+            draft.refuse(key, value, f"there is no {value!r} here. {remedy}")
+        else:
+            draft.set(key, value, path, table[str(value)])
+
+    return rule
+
+
+def positive(path: str, why: str = "off: the default, or at the end only") -> Rule:
+    """A whole number above 0; others are skipped."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        if isinstance(value, int) and value > 0:
+            draft.set(key, value, path, value)
+        else:
+            draft.skip(key, value, why)
+
+    return rule
+
+
+def no(why: str) -> Rule:
+    """No counterpart."""
+    return lambda draft, key, value: draft.drop(key, value, why)
+
+
+def idle(why: str) -> Rule:
+    """No counterpart needed."""
+    return lambda draft, key, value: draft.skip(key, value, why)
+
+
+def unless(usual: Any, why: str) -> Rule:
+    """No counterpart needed at the usual value (a tuple: values); no counterpart at another."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        if value is None or (value in usual if isinstance(usual, tuple) else value == usual):
+            draft.skip(key, value, "as it is here anyway")
+        else:
+            draft.drop(key, value, why)
+
+    return rule
+
+
+def refuse(why: str, off: str = "") -> Rule:
+    """The conversion fails; with `off`, only if the value is set."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        if off and not value:
+            draft.skip(key, value, off)
+        else:
+            draft.refuse(key, value, why)
+
+    return rule
+
+
+def when(condition: Condition, rule: Rule, why: str) -> Rule:
+    """`rule` where the condition holds; elsewhere their system does not read the key."""
+
+    def checked(draft: Draft, key: str, value: Any) -> None:
+        if condition(draft):
+            rule(draft, key, value)
+        else:
+            draft.skip(key, value, why)
+
+    return checked
+
+
+def known(key: str, *values: Any) -> Condition:
+    """Whether their value of `key` is one of these; without values, whether it is set and not zero."""
+    return lambda draft: draft.known(key) in values if values else draft.known(key)
+
+
+def together(draft: Draft, key: str, value: Any) -> None:
+    """For keys that are read with others."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ from arborl.config.algorithm_config import AlgorithmConfig, settings_read
 from arborl.config.config_base import validate
 from arborl.config.run_config import RunConfig
 from arborl.convert import agentfly
-from arborl.convert.draft import Draft, Rule
+from arborl.convert.common_rules import Rule, idle, no
+from arborl.convert.draft import Draft
 from arborl.convert.reading.source_files import SourceKeys, collect
 from arborl.convert.roll import roll_pipelines as roll
 from arborl.convert.verl import verl_keys as verl
+from arborl.convert.verl.verl_rules import configuration
 from arborl.errors import ConfigError, did_you_mean
 
 
@@ -38,6 +40,8 @@ class SourceSystem:
     """Reads variables of a script whose overrides are built elsewhere."""
     plain_keys: bool = False
     """Whether top-level keys have no dot, so that `a=1` in an override list is a key."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Their defaults by key."""
     absent: Rule | None = None
     """Rule for a missing file of a `defaults` list; None: a missing file is an error."""
 
@@ -48,11 +52,17 @@ def _agentfly(draft: Draft) -> None:
         verl.complete(draft, has_parts=True)
 
 
+_VERL = SourceSystem(
+    verl.TABLE,
+    verl.PREFIXES,
+    after=verl.complete,
+    variables=verl.variables_too,
+    defaults=verl.DEFAULTS,
+    absent=configuration,
+)
 SYSTEMS: dict[str, SourceSystem] = {
-    "verl": SourceSystem(
-        verl.TABLE, verl.PREFIXES, after=verl.complete, variables=verl.variables_too, absent=verl.configuration
-    ),
-    "agentfly": SourceSystem(verl.TABLE | agentfly.TABLE, verl.PREFIXES, after=_agentfly, absent=verl.configuration),
+    "verl": _VERL,
+    "agentfly": dataclasses.replace(_VERL, table=verl.TABLE | agentfly.TABLE, after=_agentfly, variables=None),
     "roll": SourceSystem(roll.TABLE, roll.PREFIXES, whole=roll.convert_all, plain_keys=True),
 }
 
@@ -66,16 +76,12 @@ def convert(system: str, files: Sequence[Path], uses: Mapping[str, str] | None =
         system: `verl`, `agentfly` or `roll`.
         files: YAML (with the files of its `defaults`), scripts or override lists.
         uses: counterparts of their names: `{"ifeval": "my_package.rewards:ifeval"}`.
-
-    Example:
-        draft = convert("agentfly", [Path("train_example.sh")])
-        draft.tree(), draft.report()
     """
     if system not in SYSTEMS:
         raise ConfigError(f"unknown system {system!r}.{did_you_mean(system, SYSTEMS)} Known: {', '.join(SYSTEMS)}.")
     chosen = SYSTEMS[system]
     collected = collect(files, chosen.plain_keys, chosen.absent is not None)
-    draft = Draft(source=collected.keys, uses=dict(uses or {}))
+    draft = Draft(source=collected.keys, uses=dict(uses or {}), defaults=chosen.defaults)
     with _value_errors(str(files[-1])):
         if chosen.whole is not None:
             chosen.whole(draft)
@@ -116,50 +122,22 @@ def _rule(key: str, system: SourceSystem, collected: SourceKeys) -> Rule:
     longest = max((prefix for prefix in system.prefixes if key.startswith(prefix)), key=len, default=None)
     if longest is not None:
         return system.prefixes[longest]
-    return _definition if key.partition(".")[0] in collected.referred else _unknown
-
-
-def _definition(draft: Draft, key: str, value: Any) -> None:
-    draft.skip(key, value, "a definition, used by ${…}")
-
-
-def _unknown(draft: Draft, key: str, value: Any) -> None:
-    draft.drop(key, value, "unknown key")
+    return idle("a definition, used by ${…}") if key.partition(".")[0] in collected.referred else no("unknown key")
 
 
 def _finish(draft: Draft) -> None:
     """Remove settings that the algorithm does not read, and validate the rest."""
-    settings = draft.settings
-    base = AlgorithmConfig(name=_known_preset(settings.get("algorithm.name", "grpo")))
-    algorithm = {
-        key.removeprefix("algorithm."): value for key, value in settings.items() if key.startswith("algorithm.")
-    }
-    loss, advantage = algorithm.get("loss", base.loss), algorithm.get("advantage", base.advantage)
-    filled = {name: getattr(base, name) for name in type(base).model_fields}
-    reads = settings_read(
-        filled | {"loss": loss, "advantage": advantage} | algorithm | {"importance_weights": _guard(algorithm)}
-    )
-    for key in algorithm:
-        if key.partition(".")[0] not in reads and key.partition(".")[0] in type(base).model_fields:
-            draft.undo(f"algorithm.{key}", f"algorithm={base.name} does not read it")
-    validate(RunConfig, draft.tree())
-
-
-def _known_preset(name: Any) -> Any:
-    """The preset; an unknown one is reported by the validation."""
+    section = draft.tree().get("algorithm", {})
     try:
-        AlgorithmConfig(name=name)
-    except ValidationError:
-        return "grpo"
-    return name
-
-
-def _guard(algorithm: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key.removeprefix("importance_weights."): value
-        for key, value in algorithm.items()
-        if key.startswith("importance_weights.")
-    }
+        base = AlgorithmConfig(name=section.get("name", "grpo"))
+    except ValidationError:  # an unknown preset is reported by the validation below
+        base = AlgorithmConfig(name="grpo")
+    reads = settings_read({name: getattr(base, name) for name in type(base).model_fields} | section)
+    for path in [path for path in draft.settings if path.startswith("algorithm.")]:
+        name = path.split(".")[1]
+        if name not in reads and name in type(base).model_fields:
+            draft.undo(path, f"algorithm={base.name} does not read it")
+    validate(RunConfig, draft.tree())
 
 
 def _explain_environment(draft: Draft, collected: SourceKeys) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from io import StringIO
 from typing import Any, Literal
 
@@ -45,31 +45,23 @@ TITLES = {
     "idle": "No counterpart needed: off, a definition, or about speed or placement",
 }
 """In the order of importance."""
-KEPT = re.compile(r"\$\{oc\.env:\w+\}")
-"""References that stay in a converted file: environment variables."""
+WORDS = {"mapped": "mapped", "changed": "changed in meaning", "dropped": "not mapped", "idle": "without effect"}
+UNESCAPED = re.compile(r"(?<!\\)(\\*)\$\{(?!oc\.env:\w+\})")
+"""References that a converted file must escape: all but environment variables."""
 
 
 def rows(lines: Sequence[KeyReport]) -> list[dict[str, Any]]:
-    """One object for each line: `kind`, their `key` and `value`, `our_key`, `our_value`, `reason`, and whether their
-    files set it (`explicit`)."""
-    return [
-        {
-            "kind": line.kind,
-            "key": line.key,
-            "value": line.value,
-            "our_key": line.path or None,
-            "our_value": line.ours,
-            "reason": line.why or None,
-            "explicit": line.explicit,
-        }
-        for line in lines
-    ]
+    """The outcomes as objects for JSON."""
+    names = {"path": "our_key", "ours": "our_value", "why": "reason"}
+    objects = [{names.get(name, name): value for name, value in asdict(line).items()} for line in lines]
+    return [row | {name: row[name] or None for name in ("our_key", "reason")} for row in objects]
 
 
 def table(lines: Sequence[KeyReport], width: int = 140) -> str:
     """Outcomes by kind; keys with the same reason share a row."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     out = StringIO()
     console = Console(file=out, width=max(width, 80), no_color=True, highlight=False)
@@ -81,18 +73,11 @@ def table(lines: Sequence[KeyReport], width: int = 140) -> str:
         for name in ("theirs", "ours", "difference or reason") if kind != "idle" else ("theirs", "why"):
             grid.add_column(name, overflow="fold")
         for cells in _cells(of_kind, kind):
-            grid.add_row(*map(_plain, cells))
+            grid.add_row(*map(Text, cells))  # brackets are not markup
         console.print(grid)
         console.print()
-    counts = ", ".join(f"{sum(line.kind == kind for line in lines)} {word}" for kind, word in WORDS.items())
-    console.print(counts)
+    console.print(", ".join(f"{sum(line.kind == kind for line in lines)} {word}" for kind, word in WORDS.items()))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-
-
-WORDS = {
-    "mapped": "mapped", "changed": "changed in meaning", "dropped": "not mapped",
-    "idle": "without effect",
-}  # fmt: skip
 
 
 def _cells(lines: Sequence[KeyReport], kind: str) -> list[tuple[str, ...]]:
@@ -118,21 +103,13 @@ def _folded(keys: Sequence[str]) -> list[str]:
         sections.setdefault(head, []).append(rest)
     out = []
     for head, inside in sections.items():
-        if inside == [""]:
-            out.append(head)
-        elif len(inside) == 1:
-            out.append(f"{head}.{inside[0]}")
+        if len(inside) == 1:
+            out.append(f"{head}.{inside[0]}".rstrip("."))
         elif any("." in one for one in inside) and len(inside) > 3:
             out.append(f"{head}.* ({len(inside)})")
         else:
             out.append(f"{head}.{{{', '.join(inside)}}}")
     return out
-
-
-def _plain(text: str) -> Any:
-    from rich.text import Text
-
-    return Text(text)  # brackets are not markup
 
 
 def as_yaml(tree: Any) -> str:
@@ -146,14 +123,8 @@ def _escaped(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_escaped(item) for item in value]
     if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", lambda found: _mark(value, found), value)
+        return UNESCAPED.sub(r"\1\1\\${", value)
     return value
-
-
-def _mark(text: str, found: re.Match[str]) -> str:
-    if KEPT.match(text, found.start() + len(found[1])):
-        return found[0]
-    return found[1] * 2 + r"\${"
 
 
 def short(value: Any, most: int = 60) -> str:

@@ -28,6 +28,8 @@ class Draft:
     """Errors: environments, agents, tools and rewards without counterpart."""
     uses: dict[str, str] = field(default_factory=dict)
     """Counterparts of their names, from `--use`."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Their defaults, by dotted key."""
 
     @property
     def mapped(self) -> list[KeyReport]:
@@ -50,14 +52,17 @@ class Draft:
             self.settings[path] = ours
             self.lines.append(KeyReport("changed" if why else "mapped", key, value, path, ours, why, explicit=False))
 
+    def say(self, key: str, otherwise: Any, path: str, ours: Any, why: str = "") -> None:
+        """`set` if their files set `key`; else `default`, with their default (`otherwise`)."""
+        if key in self.source:
+            self.set(key, self.source[key], path, ours, why)
+        else:
+            self.default(key, otherwise, path, ours, why)
+
     def put(self, key: str, otherwise: Any, path: str, change: Callable[[Any], Any] | None = None) -> Any:
         """Their `key`, or their default (`otherwise`), is our `path`. Returns their value."""
         value = self.source.get(key, otherwise)
-        ours = change(value) if change else value
-        if key in self.source:
-            self.set(key, value, path, ours)
-        else:
-            self.default(key, value, path, ours)
+        self.say(key, otherwise, path, change(value) if change else value)
         return value
 
     def drop(self, key: str, value: Any, why: str) -> None:
@@ -67,6 +72,12 @@ class Draft:
     def skip(self, key: str, value: Any, why: str) -> None:
         """Their `key` needs no counterpart: it is off, a definition, or about speed or placement."""
         self.lines.append(KeyReport("idle", key, shown(key, value), why=why))
+
+    def skip_rest(self, keys: Iterable[str], why: str) -> None:
+        """Skip those of `keys` that their files set and that have no outcome yet."""
+        for key in keys:
+            if key in self.source and key not in self.accounted():
+                self.skip(key, self.source[key], why)
 
     def refuse(self, key: str, value: Any, why: str) -> None:
         """The conversion fails; `why` states what to do."""
@@ -88,6 +99,15 @@ class Draft:
     def accounted(self) -> frozenset[str]:
         """Their keys that have an outcome."""
         return frozenset(line.key for line in self.lines)
+
+    def known(self, key: str) -> Any:
+        """Their value of `key`: from their files, or their default."""
+        return self.source.get(key, self.defaults.get(key))
+
+    def number_or(self, key: str, otherwise: float = 0) -> Any:
+        """Their value if it is a number; the rule of its own key refuses others."""
+        found = self.known(key)
+        return found if isinstance(found, int | float) and not isinstance(found, bool) else otherwise
 
     def whole(self, key: str, otherwise: int) -> int:
         """Their `key` as a whole number."""
@@ -121,69 +141,22 @@ class Draft:
         return table(self.lines, width)
 
 
-Rule = Callable[[Draft, str, Any], None]
-"""Conversion of one key: (draft, key, value)."""
-
-
-def to(path: str, change: Callable[[Any], Any] | Mapping[Any, Any] | None = None, why: str = "") -> Rule:
-    """Rule: our `path`, with the value converted by a function or a table.
-
-    Example:
-        {"actor_rollout_ref.rollout.n": to("rollout.group_size", int)}
-    """
-
-    def rule(draft: Draft, key: str, value: Any) -> None:
-        if isinstance(change, Mapping):
-            if value not in change:
-                draft.drop(key, value, f"no counterpart of {value!r} for {path}. Known: {', '.join(map(str, change))}")
-                return
-            draft.set(key, value, path, change[value], why)
-        else:
-            draft.set(key, value, path, change(value) if change else value, why)
-
-    return rule
-
-
-def no(why: str) -> Rule:
-    """Rule: no counterpart."""
-
-    def rule(draft: Draft, key: str, value: Any) -> None:
-        draft.drop(key, value, why)
-
-    return rule
-
-
-def idle(why: str) -> Rule:
-    """Rule: no counterpart needed."""
-
-    def rule(draft: Draft, key: str, value: Any) -> None:
-        draft.skip(key, value, why)
-
-    return rule
-
-
-def every(path: str) -> Rule:
-    """Rule: an interval in steps; values below 1 mean never."""
-
-    def rule(draft: Draft, key: str, value: Any) -> None:
-        if isinstance(value, int) and value > 0:
-            draft.set(key, value, path, value)
-        else:
-            draft.skip(key, value, "off: the default, or at the end only")
-
-    return rule
-
-
 def shown(key: str, value: Any) -> Any:
     """The value, unless it is a secret."""
     return "***" if SECRET.search(key) and value not in (None, "") else value
 
 
 def names(value: Any) -> list[str]:
-    """A list of names, also as a shell writes it: `[a, b]`, `['a','b']`.
-
-    Example:
-        names("[calculator,answer]")      # ['calculator', 'answer']
-    """
+    """A list of names, also as a shell writes it: `[a, b]`, `['a','b']`."""
     parts: Iterable[Any] = value if isinstance(value, list | tuple) else str(value or "").strip("[]() ").split(",")
     return [name for part in parts if (name := str(part).strip(" '\""))]
+
+
+def paths(value: Any) -> list[str]:
+    """Files of a key that names one or several."""
+    return [str(one) for one in value] if isinstance(value, list) else names(value)
+
+
+def one_or_all(items: list[str]) -> str | list[str]:
+    """A list of one item as that item."""
+    return items[0] if len(items) == 1 else items

@@ -2,11 +2,10 @@
 
 space.py          Search spaces: parameters by name with their values
 trial.py          StudyPlan, Trial, objectives and HPOSummary
-study.py          search: runs a study
+study.py          search: runs a study; its folder and plots
 backends/         Optuna, Ray Tune, Weights & Biases: choose parameters and run trials
 run_objective.py  The objective: a training run in its own process
 run_trial.py      The process of one trial
-plots.py          Plots of a study
 """
 
 from arborl.tune.space import get_search_space, read_space

@@ -41,12 +41,7 @@ MINIMIZED = ("loss", "perplexity", "failed")
 
 @dataclass(frozen=True, slots=True)
 class RunObjective:
-    """Trains with the parameters on top of a configuration, and returns a held-out metric.
-
-    Example:
-        objective = RunObjective.of(Path("run.yaml"), ["trainer.steps=20"], metric="success")
-        objective.check(space)
-    """
+    """Trains with the parameters on top of a configuration, and returns a held-out metric."""
 
     file: Path | None
     settings: tuple[str, ...]

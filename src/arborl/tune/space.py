@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Mapping
@@ -75,16 +76,7 @@ Space = Mapping[str, Domain]
 
 
 def read_space(given: Mapping[str, Any], where: str = "") -> dict[str, Domain]:
-    """A search space from a mapping.
-
-    Example:
-        read_space({"learner.lr": {"type": "loguniform", "low": 1e-5, "high": 1e-2},
-                    "rollout.group_size": [4, 8, 16],              # short for categorical
-                    "sampling.temperature": "uniform:0.5:1.2"})    # as on the command line
-
-    Args:
-        where: the file, for errors.
-    """
+    """A search space from a mapping."""
     at = f"{where}: " if where else ""
     if not isinstance(given, Mapping):
         raise ConfigError(f"{at}a search space is a mapping of names to values, not {type(given).__name__}.")
@@ -105,12 +97,7 @@ def read_space_file(path: Path) -> dict[str, Domain]:
 
 
 def read_param(text: str) -> tuple[str, Domain]:
-    """A parameter as written on the command line.
-
-    Example:
-        read_param("learner.lr=log:1e-5:1e-2")          # also uniform:LOW:HIGH, int:LOW:HIGH
-        read_param("rollout.group_size=4,8,16")
-    """
+    """A parameter as written on the command line."""
     name, equals, values = text.partition("=")
     if not name.strip() or not equals:
         raise ConfigError(f"--param {text}: has no values. Write {name.strip() or 'NAME'}=log:LOW:HIGH, or =A,B,C.")
@@ -220,68 +207,48 @@ KEYS: dict[str, tuple[str, ...]] = {
 """A parameter of the conversational API -> the settings that it sets."""
 
 
-def _rate(low: float, high: float) -> dict[str, Any]:
-    return {"type": "loguniform", "low": low, "high": high}
-
-
-def _between(low: float, high: float) -> dict[str, Any]:
-    return {"type": "uniform", "low": low, "high": high}
-
-
-def _one_of(*choices: int) -> dict[str, Any]:
-    return {"type": "categorical", "choices": list(choices)}
-
-
-SPACES: dict[str, dict[str, dict[str, Any]]] = {
-    "grpo": {
-        "learning_rate": _rate(1e-7, 1e-4),
-        "num_generations": _one_of(4, 8, 16),
-        "temperature": _between(0.5, 1.2),
-        "clip_range": _between(0.1, 0.3),
-    },
-    "full": {
-        "learning_rate": _rate(1e-7, 1e-4),
-        "num_generations": _one_of(4, 8, 16),
-        "temperature": _between(0.5, 1.2),
-        "clip_range": _between(0.1, 0.3),
-        "kl_penalty": _between(0.0, 0.2),
-        "max_grad_norm": _between(0.3, 2.0),
-        "warmup_ratio": _between(0.0, 0.2),
-    },
+_TYPES = {"learning_rate": "loguniform", "num_generations": "categorical"}
+"""Types of parameters in the named spaces; others are uniform."""
+_GRPO: dict[str, tuple[float, ...]] = {
+    "learning_rate": (1e-7, 1e-4), "num_generations": (4, 8, 16), "temperature": (0.5, 1.2), "clip_range": (0.1, 0.3),
+}  # fmt: skip
+_NAMED: dict[str, dict[str, tuple[float, ...]]] = {
+    "grpo": _GRPO,
+    "full": {**_GRPO, "kl_penalty": (0.0, 0.2), "max_grad_norm": (0.3, 2.0), "warmup_ratio": (0.0, 0.2)},
     # keep the tone of the base model: low temperature and a KL penalty
     "customer_service": {
-        "learning_rate": _rate(1e-6, 2e-5),
-        "num_generations": _one_of(8, 16),
-        "temperature": _between(0.6, 1.0),
-        "kl_penalty": _between(0.01, 0.1),
+        "learning_rate": (1e-6, 2e-5), "num_generations": (8, 16), "temperature": (0.6, 1.0),
+        "kl_penalty": (0.01, 0.1),
     },
     # answers are right or wrong: low temperature and large groups
     "technical_support": {
-        "learning_rate": _rate(1e-6, 3e-5),
-        "num_generations": _one_of(8, 16),
-        "temperature": _between(0.4, 0.9),
-        "clip_range": _between(0.1, 0.25),
+        "learning_rate": (1e-6, 3e-5), "num_generations": (8, 16), "temperature": (0.4, 0.9),
+        "clip_range": (0.1, 0.25),
     },
     # many solutions: high temperature for exploration
     "sales": {
-        "learning_rate": _rate(1e-6, 5e-5),
-        "num_generations": _one_of(8, 16),
-        "temperature": _between(0.7, 1.2),
-        "kl_penalty": _between(0.0, 0.1),
+        "learning_rate": (1e-6, 5e-5), "num_generations": (8, 16), "temperature": (0.7, 1.2),
+        "kl_penalty": (0.0, 0.1),
     },
     "conservative": {
-        "learning_rate": _rate(5e-7, 5e-6),
-        "num_generations": _one_of(8, 16),
-        "temperature": _between(0.7, 1.0),
-        "clip_range": _between(0.1, 0.2),
+        "learning_rate": (5e-7, 5e-6), "num_generations": (8, 16), "temperature": (0.7, 1.0),
+        "clip_range": (0.1, 0.2),
     },
     "aggressive": {
-        "learning_rate": _rate(1e-6, 1e-3),
-        "num_generations": _one_of(4, 8, 16, 32),
-        "temperature": _between(0.5, 1.5),
-        "clip_range": _between(0.1, 0.4),
+        "learning_rate": (1e-6, 1e-3), "num_generations": (4, 8, 16, 32), "temperature": (0.5, 1.5),
+        "clip_range": (0.1, 0.4),
     },
-}
+}  # fmt: skip
+
+
+def _domain(name: str, values: tuple[float, ...]) -> dict[str, Any]:
+    kind = _TYPES.get(name, "uniform")
+    ends = {"choices": list(values)} if kind == "categorical" else {"low": values[0], "high": values[1]}
+    return {"type": kind, **ends}
+
+
+SPACES = {space: {name: _domain(name, values) for name, values in params.items()} for space, params in _NAMED.items()}
+"""Named search spaces."""
 
 
 def get_search_space(name: str) -> dict[str, dict[str, Any]]:
@@ -295,7 +262,4 @@ def get_search_space(name: str) -> dict[str, dict[str, Any]]:
         raise ConfigError(
             f"no search space is called {name!r}.{did_you_mean(name, SPACES)} Known: {', '.join(SPACES)}."
         )
-    return {
-        word: {key: list(v) if isinstance(v, list) else v for key, v in domain.items()}
-        for word, domain in SPACES[name].items()
-    }
+    return copy.deepcopy(SPACES[name])

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
 from arborl.errors import ConfigError, disk_errors
 from arborl.tune.backends import Backend, OnTrialEnd, find_backend
-from arborl.tune.plots import draw
+from arborl.tune.space import ChoiceDomain, Domain
 from arborl.tune.trial import HPOSummary, Objective, StudyPlan, Trial, summarize_study, write_json
+from arborl.view.curve import HELD_OUT, REWARD, STYLE, SUCCESS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+log = logging.getLogger(__name__)
 
 SPACE = "search_space.json"
 LOCK = ".lock"
@@ -28,23 +36,10 @@ async def search(
     tell: OnTrialEnd = lambda trial: None,
     metric: str = "reward",
 ) -> HPOSummary:
-    """Run trials until the plan's number is reached. An existing study in the plan's folder is resumed.
-
-    Args:
-        backend: chooses parameters and runs trials: `optuna`, `ray_tune`, `wandb`, or an object.
-        about: what else the trials depend on; a folder with another study is refused.
-        tell: called with every finished trial.
-        metric: name of the objective's value.
-    """
+    """Run trials until the plan's number is reached. An existing study in the plan's folder is resumed."""
     chosen = find_backend(backend) if isinstance(backend, str) else backend
     open_study_folder(plan, {"metric": metric} | dict(about or {}))
-    trials = await chosen.run(plan, objective, tell)
-    return conclude(plan, trials, metric)
-
-
-def conclude(plan: StudyPlan, trials: list[Trial], metric: str) -> HPOSummary:
-    """Write summary.json and the plots."""
-    summary = summarize_study(plan, trials)
+    summary = summarize_study(plan, await chosen.run(plan, objective, tell))
     write_json(plan.folder / "summary.json", {"metric": metric} | summary.as_dict())
     draw(plan, summary, metric)
     return summary
@@ -89,11 +84,8 @@ def _differences(before: Any, now: Any, where: str = "") -> Iterator[str]:
         for key in dict.fromkeys([*before, *now]):
             yield from _differences(before.get(key), now.get(key), f"{where}.{key}".lstrip("."))
     else:
-        yield f"{where}: {_shown(before)} there, {_shown(now)} here"
-
-
-def _shown(value: Any) -> str:
-    return "nothing" if value is None else json.dumps(value)
+        there, here = ("nothing" if value is None else json.dumps(value) for value in (before, now))
+        yield f"{where}: {there} there, {here} here"
 
 
 class KeepBestCheckpoint:
@@ -120,3 +112,89 @@ class KeepBestCheckpoint:
 
     def _drop(self, trial: Trial) -> None:
         shutil.rmtree(self.plan.trial_folder(trial.number) / "checkpoints", ignore_errors=True)
+
+
+# ------------------------------------------------------------------------------------------------ plots
+
+NUM_COLUMNS = 3
+
+
+def draw(plan: StudyPlan, summary: HPOSummary, metric: str) -> None:
+    """Write history.png and parameters.png; a plot that fails is logged."""
+    import matplotlib
+
+    for name, picture in (("history", _history), ("parameters", _slices)):
+        try:
+            with matplotlib.rc_context(STYLE):
+                picture(plan, summary, metric).savefig(plan.folder / f"{name}.png", format="png")
+        except Exception:
+            log.exception("the study is complete, but %s.png could not be drawn", name)
+
+
+def _history(plan: StudyPlan, summary: HPOSummary, metric: str) -> Figure:
+    """Value of every trial in order, the best so far, and the unchanged settings."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(8, 4.2), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    done, pruned = (_points(summary.trials, state) for state in ("done", "pruned"))
+    failed = [trial.number for trial in summary.trials if trial.state in ("failed", "lost")]
+    axes.plot([trial.number for trial, _ in done], [value for _, value in done], "o", color=REWARD, label="trial")
+    if pruned:
+        at = [trial.number for trial, _ in pruned], [value for _, value in pruned]
+        axes.plot(*at, "o", color=REWARD, fillstyle="none", label="stopped early")
+    for number in failed:
+        axes.axvline(number, color="#c9cdd2", linewidth=1, linestyle=":")
+    best: list[float] = []
+    for _, value in done:
+        best.append(value if not best or plan.better(value, best[-1]) else best[-1])
+    numbers = [trial.number for trial, _ in done]
+    axes.step(numbers, best, where="post", color=SUCCESS, linewidth=2.4, label="best so far")
+    _draw_default(axes, summary)
+    axes.set(xlabel="trial (dotted: failed)" if failed else "trial", ylabel=metric)
+    axes.set_title(f"{metric} of {len(summary.trials)} trials")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(loc="best", frameon=True, framealpha=0.9, edgecolor="none")
+    return figure
+
+
+def _slices(plan: StudyPlan, summary: HPOSummary, metric: str) -> Figure:
+    """Value of the trials against each parameter."""
+    from matplotlib.figure import Figure
+
+    rows, across = -(-len(plan.space) // NUM_COLUMNS), min(len(plan.space), NUM_COLUMNS)
+    figure = Figure(figsize=(4.2 * across, 3.6 * rows), dpi=120, layout="constrained")
+    grid = list(figure.subplots(rows, across, squeeze=False).flat)
+    for axes, (name, domain) in zip(grid, plan.space.items(), strict=False):
+        _slice(axes, summary, name, domain)
+        axes.set_ylabel(metric)
+    for axes in grid[len(plan.space) :]:
+        axes.set_axis_off()
+    return figure
+
+
+def _slice(axes: Axes, summary: HPOSummary, name: str, domain: Domain) -> None:
+    if isinstance(domain, ChoiceDomain):
+        axes.set_xticks(range(len(domain.choices)), [str(value) for value in domain.choices])
+        axes.set_xlim(-0.5, len(domain.choices) - 0.5)
+    elif domain.log:
+        axes.set_xscale("log")
+    for trial, value in _points(summary.trials, "done") + _points(summary.trials, "pruned"):
+        place: Any = trial.params.get(name)
+        if not domain.contains(place):
+            continue
+        place = domain.index(place) if isinstance(domain, ChoiceDomain) else place
+        colour, fill = SUCCESS if trial == summary.best else REWARD, "none" if trial.state == "pruned" else "full"
+        axes.plot(place, value, "o", color=colour, fillstyle=fill)
+    _draw_default(axes, summary)
+    axes.set_title(name, fontsize=11)
+
+
+def _draw_default(axes: Axes, summary: HPOSummary) -> None:
+    if summary.default_reward is not None:
+        axes.axhline(summary.default_reward, color=HELD_OUT, linestyle="--", linewidth=1.2, label="unchanged settings")
+
+
+def _points(trials: Sequence[Trial], state: str) -> list[tuple[Trial, float]]:
+    return [(trial, trial.value) for trial in trials if trial.state == state and trial.value is not None]

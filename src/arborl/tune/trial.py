@@ -24,9 +24,7 @@ class TrialReport(Protocol):
     """Called by an objective with its progress and intermediate value; returns whether to stop."""
 
     @property
-    def trial(self) -> int:
-        """The trial's number."""
-        ...
+    def trial(self) -> int: ...
 
     @property
     def folder(self) -> Path:
@@ -76,6 +74,13 @@ class StudyPlan:
     def trial_folder(self, number: int) -> Path:
         return self.folder / "trials" / f"{number:03}"
 
+    def trial(self, number: int, params: Params, outcome: TrialOutcome, default: bool) -> Trial:
+        """The record of a trial that has run."""
+        folder = self.trial_folder(number)
+        where = str(folder.relative_to(self.folder)) if folder.exists() else ""
+        shown = dict(self.default) if default else dict(params)
+        return Trial(number, shown, outcome.state, outcome.value, outcome.reason, outcome.seconds, default, where)
+
     def better(self, one: float, other: float) -> bool:
         return one > other if self.direction == "maximize" else one < other
 
@@ -118,11 +123,7 @@ class TrialOutcome:
 async def run_trial_once(
     objective: Objective, params: Params, report: TrialReport, stopped: Callable[[], bool]
 ) -> TrialOutcome:
-    """Run the objective. An error fails this trial only, unless it is a `StudyError`.
-
-    Args:
-        stopped: whether the report returned a stop.
-    """
+    """Run the objective. An error fails this trial only, unless it is a `StudyError`."""
     start = time.monotonic()
 
     def outcome(state: TrialState, value: float | None = None, reason: str = "") -> TrialOutcome:
@@ -177,15 +178,9 @@ class HPOSummary:
         return (self.best_reward - self.default_reward) * (1 if self.direction == "maximize" else -1)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "best_params": self.best_params,
-            "best_reward": self.best_reward,
-            "best_trial": self.best.number,
-            "default_reward": self.default_reward,
-            "gain": self.gain,
-            "direction": self.direction,
-            "trials": [asdict(trial) for trial in self.trials],
-        }
+        fields = {name: getattr(self, name) for name in ("best_params", "best_reward", "default_reward")}
+        more = {"best_trial": self.best.number, "gain": self.gain, "direction": self.direction}
+        return fields | more | {"trials": [asdict(trial) for trial in self.trials]}
 
 
 def summarize_study(plan: StudyPlan, trials: Sequence[Trial]) -> HPOSummary:

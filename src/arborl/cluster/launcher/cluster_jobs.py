@@ -28,8 +28,6 @@ DEFAULT_LOGS = ("ray.log", "raylet.out", "raylet.err", "gcs_server.out", "job-dr
 
 @dataclass(frozen=True, slots=True)
 class ClusterJob:
-    """A submitted job."""
-
     id: str
     status: str
     """Ray's: SUCCEEDED, FAILED, STOPPED; RUNNING if it was not waited for."""
@@ -47,13 +45,6 @@ def submit_job(
     """Run a command on the head, as a job of the cluster, with the cluster's environment.
 
     A connection that is lost does not end the job; Ctrl-C does.
-
-    Args:
-        cluster: the cluster.
-        command: its words.
-        files: of its working directory, by path.
-        wait: for its end.
-        on_line: called with each line of output.
     """
     job, request = f"arborl-{secrets.token_hex(4)}", dict[str, Any](command=shlex.join(command), wait=wait)
     if files is not None:
@@ -90,7 +81,6 @@ def submit_job(
 
 
 def collect_files(folder: Path) -> dict[str, bytes]:
-    """Files below a folder, by relative path."""
     if not folder.is_dir():
         raise ConfigError(f"--working-dir {folder}: no such folder.")
     found, size = {}, 0

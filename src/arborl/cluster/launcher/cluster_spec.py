@@ -168,7 +168,6 @@ class ClusterSpec(Config):
         return (self.head, *self.workers)
 
     def host(self, name: str) -> HostConfig:
-        """The host with this address."""
         for host in self.hosts:
             if name == host.address:
                 return host
@@ -191,7 +190,6 @@ class ClusterSpec(Config):
         return default if value is None else value
 
     def values(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """Values of the secrets, by name."""
         if missing := [name for name in self.secrets if not environ.get(name)]:
             raise ConfigError(
                 f"secrets: {', '.join(missing)} not set in your environment. Set it (`export {missing[0]}=…`), or "
@@ -227,11 +225,7 @@ class ClusterSpec(Config):
 
 
 def read_cluster_spec(file: Path) -> ClusterSpec:
-    """A cluster's file, or a `ConfigError` with one line for each mistake.
-
-    Example:
-        read_spec(Path("cluster.yaml")).hosts
-    """
+    """A cluster's file, or a `ConfigError` with one line for each mistake."""
     try:
         return validate(ClusterSpec, load_yaml(file))
     except ConfigError as error:

@@ -23,8 +23,6 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """State of one host."""
-
     address: str
     role: str
     state: str
@@ -38,8 +36,6 @@ class HostState:
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """State of the cluster."""
-
     name: str
     hosts: tuple[HostState, ...]
     jobs: tuple[Answer, ...]
@@ -54,15 +50,7 @@ class ClusterState:
 
 
 class SshCluster:
-    """A cluster on hosts that ssh reaches.
-
-    Args:
-        spec: the cluster's file.
-        report: called with one line per action.
-
-    Example:
-        Fleet(read_spec(Path("cluster.yaml")), print).setup()
-    """
+    """A cluster on hosts that ssh reaches."""
 
     def __init__(self, spec: ClusterSpec, report: Callable[[str], None] = lambda line: None):
         self.spec, self.report = spec, report
@@ -91,24 +79,22 @@ class SshCluster:
         self.require_secrets()
         chosen = None if name is None else self.spec.host(name)
         answers_by_host = self._inspect(self.spec.hosts)
-        if isinstance(head := answers_by_host[self.spec.head.address], HostError):
-            raise ConfigError(str(head))
-        if chosen is not None and isinstance(error := answers_by_host[chosen.address], HostError):
-            raise ConfigError(str(error))
+        for host in (self.spec.head, chosen or self.spec.head):
+            if isinstance(error := answers_by_host[host.address], HostError):
+                raise ConfigError(str(error))
         seen = {address: answer for address, answer in answers_by_host.items() if not isinstance(answer, HostError)}
         reached = [host for host in self.spec.hosts if host.address in seen]
         self._check(seen)
         if chosen is self.spec.head:
             targets = reached
         elif chosen is not None:
-            targets = [chosen, *([] if head["state"] == "up" else [self.spec.head])]
+            targets = [chosen, *([] if seen[self.spec.head.address]["state"] == "up" else [self.spec.head])]
         else:
             lost = {host.address for host in self._host_states(answers_by_host)[0] if host.state != "up"}
             targets = [host for host in reached if host.address in lost or not self._is_member(host, seen)]
         if self.spec.head in targets:
             targets = reached  # a new head has no state: its workers join again
-        stopped = self.hosts.each(targets, self._stop)
-        _all(stopped)
+        _all(self.hosts.each(targets, self._stop))
         for host in targets:
             if seen[host.address]["state"] != "none":
                 self.report(f"{host.address}: {'stopped' if seen[host.address]['state'] == 'up' else 'was down'}")
@@ -141,20 +127,18 @@ class SshCluster:
             where, python, versions = host.address, self.spec.python_of(host), about["versions"]
             missing = [name for name in ("ray", "arborl") if not versions[name]]
             if missing or (host is self.spec.head and not about["dashboard"]):
-                what = " and ".join(missing) or "Ray's dashboard"
-                wrong.append(
-                    f"{where}: {what} not installed for {python}. There: {python} -m pip install 'arborl[ray]'."
-                )
+                what, advice = " and ".join(missing) or "Ray's dashboard", f"{python} -m pip install 'arborl[ray]'"
+                wrong.append(f"{where}: {what} not installed for {python}. There: {advice}.")
                 continue
-            others = [
-                f"{name} {versions[name] or 'none'}" for name in versions if versions[name] != first["versions"][name]
-            ]
-            if others:
-                theirs = ", ".join(f"{name} {first['versions'][name] or 'none'}" for name in versions
-                                   if versions[name] != first["versions"][name])  # fmt: skip
+            differ = [name for name in versions if versions[name] != first["versions"][name]]
+            if differ:
+                here, there = (
+                    ", ".join(f"{name} {some[name] or 'none'}" for name in differ)
+                    for some in (versions, first["versions"])
+                )
                 wrong.append(
-                    f"{where}: has {', '.join(others)}, and {first_name} has {theirs}. Install the same versions on "
-                    "all hosts, or write `python: …` of one that has them."
+                    f"{where}: has {here}, and {first_name} has {there}. Install the same versions on all hosts, or "
+                    "write `python: …` of one that has them."
                 )
             num_gpus = self.spec.resource(host, "num_gpus")
             if num_gpus is not None and num_gpus > about["gpus"]:
@@ -232,7 +216,6 @@ class SshCluster:
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
     def _wait_for_nodes(self, workers: list[HostConfig], addresses: list[str]) -> None:
-        """Wait until the workers are nodes of the head."""
         request: dict[str, Any] = {"await": addresses, "seconds_to_start": self.spec.seconds}
         found = self.hosts.ask(self.spec.head, "nodes", seconds=self.spec.seconds + 60, **request)
         by_ip = dict(zip(addresses, workers, strict=True))

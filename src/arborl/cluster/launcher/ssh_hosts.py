@@ -15,11 +15,11 @@ from typing import Any
 
 from arborl.cluster.launcher import on_host
 from arborl.cluster.launcher.cluster_spec import ClusterSpec, HostConfig
-from arborl.cluster.launcher.on_host.replies import MARK
+from arborl.cluster.launcher.on_host.cluster_folder import MARK
 from arborl.config.secrets import SecretRedactor
 from arborl.errors import ConfigError
 
-SENT_MODULES = ("replies", "cluster_folder", "supervisor", "log_files", "dashboard", "host_commands", "requests")
+SENT_MODULES = ("cluster_folder", "supervisor", "dashboard", "host_commands")
 """Files of `on_host`, each after those that it imports."""
 BOOTSTRAP = 'import json,sys;a=json.loads(sys.stdin.readline());exec(a.pop("program"),{"request":a})'
 """The command line on a host; the request follows on standard input."""
@@ -30,7 +30,7 @@ for name, text in [("", ""), *request.pop("modules")]:
     module.__package__, module.__path__ = "arborl_on_host", []
     sys.modules[module.__name__] = module
     exec(compile(text, module.__name__, "exec"), module.__dict__)
-sys.modules["arborl_on_host.requests"].main(request)
+sys.modules["arborl_on_host.host_commands"].main(request)
 """
 """Loads the sent files as modules, independent of installed packages."""
 SSH_FAILED, NOT_FOUND, NOT_EXECUTABLE = 255, 127, 126
@@ -46,13 +46,6 @@ class HostError(ConfigError):
 
 
 class SshHosts:
-    """The hosts of a cluster.
-
-    Args:
-        spec: the cluster's file.
-        secrets: values that are removed from all output.
-    """
-
     def __init__(self, spec: ClusterSpec, secrets: Mapping[str, str] | None = None):
         self.spec, self.open = spec, set[subprocess.Popen[str]]()
         self.veil = SecretRedactor({name: {"secret": value} for name, value in (secrets or {}).items()})
@@ -80,14 +73,9 @@ class SshHosts:
         seconds: float | None = 60,
         **more: Any,
     ) -> dict[str, Any]:
-        """Send a request and return the host's answer.
+        """Send a request (a key of `host_commands.VERBS`) and return the host's answer.
 
-        Args:
-            host: receiver.
-            verb: a key of `on_host.requests.VERBS`.
-            on_message: called with every message before the answer.
-            seconds: timeout after the connection; None for none.
-            more: further keys of the request.
+        Messages before the answer go to `on_message`. The timeout counts from the connection.
         """
         request = {"verb": verb, "cluster": self.spec.name, "folder": self.spec.folder(host), "logs": self.spec.logs}
         line = json.dumps({**request, **more, "program": PROGRAM, "modules": _modules()}) + "\n"
@@ -152,7 +140,6 @@ class SshHosts:
         return None
 
     def _veiled(self, what: Any) -> Any:
-        """A copy without secrets."""
         if isinstance(what, dict):
             return {name: self._veiled(value) for name, value in what.items()}
         if isinstance(what, list):
@@ -160,7 +147,6 @@ class SshHosts:
         return self.veil(what) if isinstance(what, str) else what
 
     def _failed(self, host: HostConfig, code: int, stderr: str) -> HostError:
-        """The error of a failed ssh command."""
         python, where = self.spec.python_of(host), host.address
         last = stderr.splitlines()[-1].rstrip(".") if stderr else f"ssh ended with code {code}"
         if code in (NOT_FOUND, NOT_EXECUTABLE):
@@ -170,18 +156,14 @@ class SshHosts:
         if "Permission denied" in stderr:
             key = f"the key {self.spec.ssh.key}" if self.spec.ssh.key else "the keys that ssh has tried"
             user = host.user or self.spec.ssh.user or "the user"
-            return HostError(
-                where,
-                f"{user} is not accepted with {key} ({last}). Write ssh: {{user: …, key: …}} with which `ssh` works.",
-            )
+            advice = "Write ssh: {user: …, key: …} with which `ssh` works"
+            return HostError(where, f"{user} is not accepted with {key} ({last}). {advice}.")
         if "REMOTE HOST IDENTIFICATION HAS CHANGED" in stderr or "Host key verification failed" in stderr:
-            changed = "has another key than in known_hosts" if "CHANGED" in stderr else "is not in known_hosts"
-            advice = (
-                "Verify the new key with its administrator"
-                if "CHANGED" in stderr
-                else "Log in once by hand, or write ssh: {host_keys: accept-new}"
-            )
-            return HostError(where, f"{changed}. {advice}.")
+            if "CHANGED" in stderr:
+                what = "has another key than in known_hosts. Verify the new key with its administrator."
+            else:
+                what = "is not in known_hosts. Log in once by hand, or write ssh: {host_keys: accept-new}."
+            return HostError(where, what)
         advice = "Check that it runs and that `ssh` reaches it without a password"
         return HostError(where, f"cannot be reached: {last}. {advice}.", reachable=False)
 

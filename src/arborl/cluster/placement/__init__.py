@@ -1,10 +1,8 @@
 """Engines, environments, rewards and learner ranks as Ray actors, behind the protocols they have in one process.
 
-ray_cluster.py       Connection to a Ray cluster, its nodes and GPUs, start and end of actors
-private_cluster.py   A cluster that a run starts for itself: loopback interface, token, private folder
+ray_cluster.py       Connection to a Ray cluster or a private one, its nodes and GPUs, start and end of actors
 actors.py            Base class of the actors, version check, heartbeats
-weight_arrays.py     Weights as byte arrays in the object store
-ray_engine.py        Engines
+ray_engine.py        Engines, and weights as byte arrays in the object store
 ray_environments.py  Environments
 ray_rewards.py       Rewards
 ray_ranks.py         Further ranks of the learner

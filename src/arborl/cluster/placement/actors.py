@@ -72,13 +72,6 @@ class ActorInfo:
 
 
 class ClusterActor:
-    """Base class.
-
-    Args:
-        paths: the driver's `sys.path`; modules of the user are found there where the folders exist on the node.
-        allow_unsafe: as in `sandbox.allow_unsafe`.
-    """
-
     def __init__(self, paths: Sequence[str], allow_unsafe: bool):
         from arborl import sandbox
 
@@ -97,8 +90,6 @@ class ClusterActor:
 
 @dataclass(slots=True)
 class MonitoredActor:
-    """An actor and its pending call."""
-
     actor: Any
     call: Any
     """`info` first, then `heartbeat`."""
@@ -108,12 +99,7 @@ class MonitoredActor:
 
 
 class ActorHeartbeatMonitor:
-    """Watches the actors of a run.
-
-    Args:
-        ray: the module.
-        driver_node: id of the driver's node.
-    """
+    """Watches the actors of a run."""
 
     def __init__(self, ray: Any, driver_node: str):
         self.ray, self.driver_node = ray, driver_node

@@ -10,9 +10,8 @@ from transformers import PreTrainedModel
 from arborl.chat import Renderer
 from arborl.chat.tokenizer import FileTokenizer
 from arborl.cluster.placement.ray_cluster import RayCluster
-from arborl.cluster.placement.ray_engine import EnginePlan, ModelRecipe, RayEngine
+from arborl.cluster.placement.ray_engine import EnginePlan, ModelRecipe, RayEngine, weight_bytes
 from arborl.cluster.placement.ray_rewards import place_rewards
-from arborl.cluster.placement.weight_arrays import weight_bytes
 from arborl.config.run_config import RunConfig
 from arborl.engines.local.kv_cache import default_kv_tokens
 from arborl.errors import ConfigError, EngineError

@@ -6,21 +6,25 @@ cluster's before anything is started. Actors die with the driver's connection; a
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import os
+import secrets
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from arborl.cluster.placement.actors import HEARTBEAT_GROUP, ActorHeartbeatMonitor, versions
-from arborl.cluster.placement.private_cluster import PrivateCluster
 from arborl.config.engine_config import PlacementConfig
 from arborl.engines.remote.replicas import ReplicaUnavailable
 from arborl.errors import ConfigError
@@ -40,14 +44,20 @@ SETTINGS = {
 }
 """Defaults of Ray's environment variables."""
 
+MIN_RAY = (2, 54)
+"""First release whose token authentication covers every port; before, a node's agent accepted jobs without a token."""
+LOOPBACK = "127.0.0.1"
+LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""With 0, Ray assumes a single-node cluster and uses the loopback interface."""
+MAX_PATH = 107 - len("/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
+"""Bytes of the folder's path: the path of a socket below it has at most 107."""
+
 Actor = Any
 """A Ray actor handle."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
-    """A host of the cluster."""
-
     id: str
     address: str
     cpus: float
@@ -56,8 +66,6 @@ class ClusterNode:
 
 @dataclass(frozen=True, slots=True)
 class GpuSlot:
-    """One GPU of the cluster."""
-
     node: ClusterNode
     index: int
     """On its node."""
@@ -107,19 +115,79 @@ def _where(placement: PlacementConfig) -> str:
     return f"placement.address={placement.address}" if placement.address else f"RAY_ADDRESS={address_of(placement)}"
 
 
-class RayCluster:
-    """A connection to a cluster.
+class PrivateCluster:
+    """Environment variables and folder of a cluster that a run starts for itself; `close` restores them.
 
-    Args:
-        placement: settings of the run.
-        weight_bytes: size of the model, for the object store of a private cluster.
-        ranks: number of learner ranks on the cluster.
-
-    Example:
-        cluster = Cluster(config.placement)
-        actor = cluster.start(EngineActor, *args, cpus=1)
-        cluster.close()
+    By default Ray listens on all interfaces, keeps its token in a file that other users can read, and its sockets in a
+    folder that they can write to. Here the folder has mode 0700 and the token's file mode 0600; both are removed with
+    the cluster. After the start, address and authentication mode are checked.
     """
+
+    def __init__(self) -> None:
+        self.folder = tempfile.mkdtemp(prefix="arborl-ray-")
+        if len(os.fsencode(self.folder)) > MAX_PATH:
+            os.rmdir(self.folder)
+            self.folder = tempfile.mkdtemp(prefix="arborl-ray-", dir="/tmp")
+        token = Path(self.folder, "token")
+        with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), LOOPBACK_VARIABLE: "0"}
+        self.before = {name: os.environ.get(name) for name in (*variables, "RAY_AUTH_TOKEN")}
+        os.environ.pop("RAY_AUTH_TOKEN", None)  # it would take precedence over the file
+        os.environ.update(variables)
+        self.options: dict[str, Any] = {"_node_ip_address": LOOPBACK, "_temp_dir": os.path.join(self.folder, "r")}
+        reread_environment()
+
+    def check(self, ray: Any) -> None:
+        """ConfigError unless Ray uses the loopback interface and a token."""
+        if tuple(map(int, ray.__version__.split(".")[:2])) < MIN_RAY:
+            raise ConfigError(
+                f"placement=ray: Ray {ray.__version__} accepts jobs without a token. Install "
+                f"{'.'.join(map(str, MIN_RAY))} or newer."
+            )
+        here = ray.util.get_node_ip_address()
+        if here != LOOPBACK or not uses_token():
+            raise ConfigError(
+                f"placement=ray: Ray {ray.__version__} started at {here}, {'with' if uses_token() else 'without'} "
+                "token authentication. A private cluster must use the loopback interface and a token. "
+                "Install another release of Ray, or start a cluster yourself and write placement.address."
+            )
+
+    def close(self) -> None:
+        """Restore the environment and remove the folder, after the cluster was stopped."""
+        for name, value in self.before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        reread_environment()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def reread_environment() -> None:
+    """Make an imported Ray read its environment again, by its internals; `PrivateCluster.check` detects a failure."""
+    if "ray" not in sys.modules:
+        return
+    with suppress(ImportError, AttributeError):
+        from ray._private import ray_constants
+
+        ray_constants.ENABLE_RAY_CLUSTER = os.environ.get(LOOPBACK_VARIABLE, "1") != "0"
+    with suppress(ImportError, AttributeError):
+        raylet: Any = importlib.import_module("ray._raylet")
+        raylet.Config.initialize("")
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def uses_token() -> bool:
+    try:
+        raylet: Any = importlib.import_module("ray._raylet")
+        return bool(raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN)
+    except (ImportError, AttributeError):
+        return False
+
+
+class RayCluster:
+    """A connection to a cluster."""
 
     owns_connection: ClassVar[bool] = False
     """Whether this class called `ray.init`; a process has one connection."""
@@ -217,13 +285,9 @@ class RayCluster:
         """Live nodes: the driver's first, the others by address."""
         here = self.ray.get_runtime_context().get_node_id()
         found = [
-            ClusterNode(
-                node["NodeID"],
-                node["NodeManagerAddress"],
-                float(node["Resources"].get("CPU", 0)),
-                int(node["Resources"].get("GPU", 0)),
-            )
+            ClusterNode(node["NodeID"], node["NodeManagerAddress"], float(has.get("CPU", 0)), int(has.get("GPU", 0)))
             for node in self.ray.nodes()
+            for has in [node["Resources"]]
             if node["Alive"]
         ]
         return sorted(found, key=lambda node: (node.id != here, node.address, node.id))
@@ -254,11 +318,7 @@ class RayCluster:
                 )
 
     def engine_gpus(self, learner_gpu: int | None) -> list[GpuSlot | None]:
-        """The GPU of each engine; None for an engine on the CPU.
-
-        Args:
-            learner_gpu: index of the learner's GPU on the driver's node; None without one.
-        """
+        """The GPU of each engine; None for an engine on the CPU."""
         gpus, named = gpus_of(self.nodes), self.placement.device_mapping.engines
         if named:
             return [gpus[number] for number in named]
@@ -277,15 +337,7 @@ class RayCluster:
     def start(
         self, kind: type, *args: Any, cpus: float = 1, gpu: GpuSlot | None = None, sharing: int = 1, **more: Any
     ) -> Actor:
-        """Start an actor; actors are spread over the nodes.
-
-        Args:
-            kind: a subclass of `ClusterActor`.
-            args, more: arguments of its constructor after `paths` and `allow_unsafe`.
-            cpus: number of cores.
-            gpu: its GPU.
-            sharing: number of actors that share the GPU.
-        """
+        """Start an actor; actors are spread over the nodes."""
         options: dict[str, Any] = {
             "num_cpus": cpus,
             "memory": 1,  # 1 byte: Ray sends an actor without any request to any node, even an unreachable one
@@ -316,7 +368,6 @@ class RayCluster:
         return actor
 
     def stop(self, actor: Actor) -> None:
-        """Kill an actor."""
         with self.lock:
             self.started = [other for other in self.started if other is not actor]
         self.monitor.remove(actor)
@@ -346,7 +397,6 @@ class RayCluster:
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """Versions of the driver."""
         return versions()
 
 

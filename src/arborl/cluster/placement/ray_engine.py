@@ -1,9 +1,8 @@
 """Engines on a Ray cluster, behind `Engine`: actors with a `LocalEngine` and a copy of the weights.
 
-Routing and retries are those of engine servers (`arborl.engines.remote.replicas`). Weights are put into the
-object store once
-per update; every node fetches them once, and its processes share that memory. A restarted engine gets the weights that
-were put last. With LoRA only the adapter is sent after the first time.
+Routing and retries are those of engine servers (`arborl.engines.remote.replicas`). Weights are put into the object
+store once per update, as byte arrays; every node fetches them once, and its processes share that memory. A restarted
+engine gets the weights that were put last. With LoRA only the adapter is sent after the first time.
 """
 
 from __future__ import annotations
@@ -11,30 +10,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from arborl.cluster.placement.actors import ActorInfo, ClusterActor, VersionMismatch, check_versions
 from arborl.cluster.placement.ray_cluster import Actor, GpuSlot, RayCluster
-from arborl.cluster.placement.weight_arrays import WeightArrays, as_arrays, as_tensors
 from arborl.engines.engine import Engine, TokenListener, Weights
 from arborl.engines.engine_requests import check_sampling, read_prompt
 from arborl.engines.remote.replicas import Replica, ReplicaPool, ReplicaUnavailable, WeightMismatch, run_blocking
 from arborl.engines.remote.weight_sync import MAX_COARSE_GAP, MAX_LOGPROB_GAP, PROBE_PROMPT, WeightProbe
 from arborl.errors import EngineError
-from arborl.models.lora import has_lora
+from arborl.models.lora import ADAPTER_NAME, has_lora
 from arborl.types import Completion, Metrics, Sampling
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +40,8 @@ SUMS = ("sampled", "read", "reused", "steps", "preempted", "restarted", "seconds
 """Counts that are summed over engines."""
 
 
+WeightArrays = dict[str, tuple[str, tuple[int, ...], NDArray[np.uint8]]]
+"""By name: dtype, shape, bytes."""
 EngineAnswer = tuple[Completion | None, str, Metrics]
 """Completion or error text, and the engine's counts since the last answer."""
 
@@ -63,17 +63,12 @@ class ModelRecipe:
 
     @classmethod
     def of(cls, model: PreTrainedModel, head: str, threads: int, deterministic: bool) -> ModelRecipe:
-        from arborl.models.lora import ADAPTER_NAME, has_lora
-
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         adapters = model.peft_config[ADAPTER_NAME] if has_lora(model) else None
         return cls(type(model), model.config, dtypes, head == "float32", adapters, threads, deterministic)
 
     def build(self, device: str) -> PreTrainedModel:
         """The model with random weights; execution paths are checked with them."""
-        import torch
-
-        from arborl.models.lora import ADAPTER_NAME
         from arborl.models.model_loading import empty_model
 
         torch.set_num_threads(self.threads)
@@ -108,24 +103,10 @@ class EnginePlan:
 
 
 class EngineActor(ClusterActor):
-    """An actor with a `LocalEngine` and a copy of the weights.
+    """An actor with a `LocalEngine` and a copy of the weights."""
 
-    Args:
-        paths, allow_unsafe: see `ClusterActor`.
-        plan: what all engines of the run are built from.
-        gpu: whether it has a GPU.
-    """
-
-    def __init__(
-        self,
-        paths: Sequence[str],
-        allow_unsafe: bool,
-        plan: EnginePlan,
-        gpu: bool,
-    ):
+    def __init__(self, paths: Sequence[str], allow_unsafe: bool, plan: EnginePlan, gpu: bool):
         super().__init__(paths, allow_unsafe)
-        import torch
-
         from arborl.engines.local import LocalEngine
 
         if gpu and not torch.cuda.is_available():
@@ -137,7 +118,6 @@ class EngineActor(ClusterActor):
 
     async def load(self, version: int, *parts: WeightArrays) -> int:
         """Load weights, in one or several parts."""
-
         for arrays in parts:
             await self.engine.load(as_tensors(arrays), version)
         self.version = version
@@ -169,8 +149,6 @@ def _decoder(files: Mapping[str, bytes]) -> Any:
 
 @dataclass(eq=False, slots=True)
 class EngineReplica(Replica):
-    """One engine of the cluster."""
-
     gpu: GpuSlot | None = None
     sharing: int = 1
     """Engines on its GPU."""
@@ -190,25 +168,10 @@ class EngineReplica(Replica):
 
 
 class RayEngine(Engine):
-    """Several engines.
-
-    Args:
-        cluster: of the run.
-        model: the learner's.
-        gpus: the GPU of each engine; None for an engine on the CPU.
-        plan: what they are built from.
-    """
-
     follows_weights = verifies_weights = True
     shares_weights = False
 
-    def __init__(
-        self,
-        cluster: RayCluster,
-        model: PreTrainedModel,
-        gpus: Sequence[GpuSlot | None],
-        plan: EnginePlan,
-    ):
+    def __init__(self, cluster: RayCluster, model: PreTrainedModel, gpus: Sequence[GpuSlot | None], plan: EnginePlan):
         self.cluster, self.model, settings = cluster, model, plan.settings
         self.max_context, self.max_requests = int(settings["max_context"]), int(settings["max_requests"])
         self.vocabulary, self.decodes = int(model.config.vocab_size), bool(plan.tokenizer)
@@ -432,3 +395,38 @@ def _death_cause(error: Exception) -> str:
 
 def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
+
+
+# ------------------------------------------------------------------------------------------------ weights
+
+
+def as_arrays(weights: Mapping[str, Tensor]) -> WeightArrays:
+    """Bytes of the weights; tied weights once, under their first name."""
+    found: WeightArrays = {}
+    places: set[tuple[int, torch.Size]] = set()
+    for name, tensor in weights.items():
+        place = (tensor.data_ptr(), tensor.shape)
+        if place in places and tensor.numel():
+            continue
+        places.add(place)
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        found[name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.numpy())
+    return found
+
+
+def as_tensors(arrays: WeightArrays) -> dict[str, Tensor]:
+    """Tensors in the memory of the arrays, which is read-only."""
+    found = {}
+    for name, (dtype, shape, flat) in arrays.items():
+        kind = getattr(torch, dtype)
+        if not flat.size:
+            found[name] = torch.empty(shape, dtype=kind)
+            continue
+        with warnings.catch_warnings():  # about read-only memory
+            warnings.simplefilter("ignore")
+            found[name] = torch.from_numpy(flat).view(kind).reshape(shape)
+    return found
+
+
+def weight_bytes(weights: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())

@@ -1,8 +1,7 @@
 """Environments on a Ray cluster: worker processes as with `rollout.workers=process`, on any node.
 
 When one hangs or dies, its environments are created in another process and replayed (`arborl.rollout.env_processes`);
-no
-episode is lost.
+no episode is lost.
 """
 
 from __future__ import annotations

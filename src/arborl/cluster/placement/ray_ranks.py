@@ -35,13 +35,6 @@ class RankActor(ClusterActor):
 
 
 class RankActors:
-    """Launcher of the ranks.
-
-    Args:
-        cluster: of the run.
-        gpus: the GPU of each further rank; None for a rank on the CPU.
-    """
-
     def __init__(self, cluster: RayCluster, gpus: Sequence[GpuSlot | None]):
         self.cluster, self.gpus = cluster, gpus
         self.host: str = cluster.ray.util.get_node_ip_address()
@@ -100,13 +93,7 @@ def rank_launcher(cluster: RayCluster | None, model: PreTrainedModel) -> RankAct
 
 
 def rank_gpus(cluster: RayCluster, count: int, learner_gpu: int | None) -> list[GpuSlot | None]:
-    """The GPU of each further rank; None on the CPU. Ranks do not share GPUs with engines.
-
-    Args:
-        cluster: of the run.
-        count: number of further ranks.
-        learner_gpu: index of the first rank's GPU on the driver's node; None without one.
-    """
+    """The GPU of each further rank; None on the CPU. Ranks do not share GPUs with engines."""
     if learner_gpu is None:
         return [None] * count
     gpus, engines = gpus_of(cluster.nodes), cluster.engine_gpus(learner_gpu)

@@ -23,8 +23,6 @@ CHECK_SECONDS = 5.0
 
 
 class RewardActor(ClusterActor):
-    """Scores episodes."""
-
     def __init__(self, paths: Sequence[str], allow_unsafe: bool, packed: bytes):
         super().__init__(paths, allow_unsafe)
         from ray import cloudpickle
@@ -60,19 +58,10 @@ def _sendable(error: Exception) -> Exception:
 
 @dataclass(eq=False, slots=True)
 class RewardReplica(Replica):
-    """One process."""
-
     actor: Actor | None = None
 
 
 class RewardWorkers:
-    """Actors that compute rewards.
-
-    Args:
-        cluster: of the run.
-        rewards: name, reward, timeout in seconds.
-    """
-
     def __init__(self, cluster: RayCluster, rewards: Sequence[tuple[str, Reward, float]]):
         from ray import cloudpickle
 
@@ -156,8 +145,6 @@ class RewardWorkers:
 
 
 class PlacedReward:
-    """A reward that an actor computes."""
-
     def __init__(self, workers: RewardWorkers, index: int, reward: Any):
         self.workers, self.index, self.reward = workers, index, reward
 

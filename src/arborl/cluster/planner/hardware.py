@@ -83,11 +83,7 @@ DEVICES = {
 
 
 def device_named(name: str) -> Device:
-    """The device; case, spaces and dashes of the name do not matter.
-
-    Example:
-        device_named("H200").memory, device_named("RTX 4090").bandwidth
-    """
+    """The device; case, spaces and dashes of the name do not matter."""
     plain = re.sub(r"nvidia|[\s_-]", "", name.lower()).removesuffix("80gb").removesuffix("sxm")
     device = {re.sub("-", "", known): device for known, device in DEVICES.items()}.get(plain)
     if device is None:
@@ -147,11 +143,7 @@ class DeviceTimes:
         return self.device.peak(self.shape.sizes.item)
 
     def sampling_step(self, devices: int = 1) -> Callable[[float, float], float]:
-        """Seconds of one decode step as a function of rows and of the sum of their context lengths.
-
-        Args:
-            devices: number of devices of the engine.
-        """
+        """Seconds of one decode step as a function of rows and of the sum of their context lengths."""
         shape, sizes, efficiency = self.shape, self.shape.sizes, self.efficiency
         communication = 2 * sizes.layers * efficiency.all_reduce if devices > 1 else 0.0
         adapters = 4 * sizes.layers * efficiency.adapter if sizes.rank else 0.0
@@ -172,15 +164,7 @@ class DeviceTimes:
         return 2 * tokens * self.shape.body / (self.efficiency.sampling * self.peak * devices)
 
     def learning(self, tokens: float, terms: float, context: float, passes: float) -> float:
-        """Seconds of forward and backward passes on one device, without communication.
-
-        Args:
-            tokens: of the token trees.
-            terms: sampled tokens among them; logits are computed for these alone.
-            context: mean number of tokens that a token attends to.
-            passes: cost in forward passes: 3 for all weights, 2 for adapters, +1 with gradient checkpointing, +1 for
-                every further model that computes log-probabilities.
-        """
+        """Seconds of forward and backward passes on one device, without communication."""
         shape, sizes, efficiency = self.shape, self.shape.sizes, self.efficiency
         products = 2 * (tokens * shape.body + terms * shape.head)
         attention = 4 * tokens * context * sizes.layers * sizes.queries

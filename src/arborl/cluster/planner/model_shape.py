@@ -59,8 +59,6 @@ SUFFIXES = re.compile(r"(-(instruct|base|chat|it|\d{4}))+$", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Parameter counts of a model."""
-
     name: str
     sizes: ModelSizes
     body: int
@@ -80,7 +78,6 @@ class ModelShape:
 
 
 def model_shape(config: ModelConfig) -> ModelShape:
-    """Shape of the model of a run."""
     return shape_from_config(config.name, _find_config(config.name), config)
 
 

@@ -51,8 +51,6 @@ def configured_strategy(config: RunConfig) -> Strategy | None:
 
 @dataclass(frozen=True, slots=True)
 class ExtraModels:
-    """Models besides the policy."""
-
     value: bool
     reference: bool
 
@@ -124,12 +122,6 @@ def learner_plan(
 def rank_planner(
     shape: ModelShape, config: RunConfig, device: Device, strategy: Strategy, ranks: int, sampling: bool, split: int = 1
 ) -> RankPlanner:
-    """The planner of one rank.
-
-    Args:
-        sampling: whether the device also samples.
-        split: devices per engine.
-    """
     sizes, learner, engine = learner_sizes(shape.sizes, strategy in SHARDED), config.learner, config.engine
     context, kv_token = config.sampling.max_context, shape.kv_token if sampling else 0
     shared = strategy in ("single", "ddp") and split == 1 and engine.name == "local"
@@ -190,7 +182,6 @@ def engine_memory(shape: ModelShape, config: RunConfig, device: Device, max_devi
 
 
 def memory_parts(forecast: MemoryForecast) -> dict[str, int]:
-    """Bytes of a rank by part."""
     parts = {
         "weights": forecast.weights, "master weights and AdamW": forecast.optimizer, "gradients": forecast.gradients,
         "other models": forecast.others, "activations": forecast.activations, "logits": forecast.logits,

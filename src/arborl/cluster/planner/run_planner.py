@@ -36,8 +36,6 @@ SAMPLING_SHARES = (0.25, 0.5, 0.75)
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """One placement of a run."""
-
     devices: int
     mode: str
     """`sync` or `async`."""
@@ -79,8 +77,6 @@ class MemoryFit:
 
 @dataclass(frozen=True, slots=True)
 class RunPlanner:
-    """Plans one run on devices of one kind."""
-
     config: RunConfig
     device: Device
     workload: Workload

@@ -79,11 +79,7 @@ class StepEstimate:
 
 
 def expected_completion(times: NDArray[np.float64], groups: float, size: int = 1, redundancy: int = 0) -> float:
-    """Expected time until `groups` groups are complete, each with `size` of its `size + redundancy` episodes.
-
-    Example:
-        expected_completion(np.linspace(0, 1, 1001), 3)      # 0.75, the expected maximum of three uniform numbers
-    """
+    """Expected time until `groups` groups are complete, each with `size` of its `size + redundancy` episodes."""
     if groups <= 0:
         return 0.0
     ordered = np.sort(times)

@@ -1,8 +1,7 @@
 """Keys and values of shell scripts, override lists and Hydra YAML. Nothing is executed or imported.
 
 source_files.py      All files of a conversion: `defaults` composed, `${…}` resolved
-training_scripts.py  The training command of a shell script and its overrides
+training_scripts.py  The training command of a shell script; Hydra's overrides
 bash_scripts.py      Commands and variables of a shell script
 bash_words.py        Tokens of a shell script, and expansion of words
-hydra_overrides.py   Hydra overrides: `a.b=1`, `+a.b=[x, y]`, `++a.b={c: 2}`, `~a.b`
 """

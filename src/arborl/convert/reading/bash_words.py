@@ -10,8 +10,7 @@ import fnmatch
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from arborl.errors import ConfigError
 
@@ -20,14 +19,17 @@ ShellValue = str | list[str]
 
 MAX_LENGTH = 200_000
 """Characters that a value may grow to: variables that double one another would fill the memory."""
+VARIABLE = re.compile(r"\$(\d|\w+|[@*#?!-])?")
 NAME = re.compile(r"[A-Za-z_]\w*")
 ARRAY_BEGINS = re.compile(r"[A-Za-z_]\w*\+?=")
+CONTINUED = re.compile(r"\\[ \t]*\n(?:[ \t]*#[^\n]*(?:\n|$))*")
+"""A line that goes on in the next one, with comments between."""
+PLAIN_TEXT, QUOTED_TEXT = re.compile(r"[^'\"\\$`]+"), re.compile(r"[^\\$`]+")
 OPERATORS = ("<<<", "<<-", "&>>", "&&", "||", ";;", "<<", ">>", "&>", ">&", "<&", ";", "&", "|", "(", ")", "<", ">")
 REDIRECTIONS = frozenset({"<<<", "&>>", ">>", "&>", ">&", "<&", "<", ">"})
 
 
-@dataclass(frozen=True, slots=True)
-class ShellToken:
+class ShellToken(NamedTuple):
     """A word, an operator, or the end of a line."""
 
     kind: str
@@ -36,156 +38,116 @@ class ShellToken:
     line: int
 
 
-class ShellLexer:
-    """Cuts a script into tokens. Comments, redirections and here-documents are left out."""
+def end_of_piece(text: str, at: int, where: str) -> int:
+    """End of the quote, substitution or plain character at `at`."""
+    char = text[at]
+    if char == "\\":
+        return at + 2
+    if char in "'`":
+        return _close(text, text.find(char, at + 1), at, char, where)
+    if char == '"':
+        end = at + 1
+        while end < len(text) and text[end] != '"':
+            end = end + 1 if text[end] == "'" else end_of_piece(text, end, where)
+        return _close(text, end, at, char, where)
+    if text.startswith(("$(", "${"), at):
+        return _end_of_brackets(text, at + 1, where)
+    return at + 1
 
-    def __init__(self, text: str, where: str):
-        self.text, self.where, self.at, self.line = text.replace("\r\n", "\n"), where, 0, 1
-        self.documents: list[str] = []
 
-    def tokens(self) -> list[ShellToken]:
-        found: list[ShellToken] = []
-        skip = False
-        for token in self._all():
-            if skip and token.kind == "word":
-                skip = False
-                continue
-            skip = token.kind == "op" and token.text in REDIRECTIONS
-            if not skip:
-                found.append(token)
-        return found
-
-    def _all(self) -> Iterator[ShellToken]:
-        while self.at < len(self.text):
-            char = self.text[self.at]
-            if char == "\n":
-                yield ShellToken("end", "\n", self.line)
-                self._advance(1)
-                self._skip_documents()
-            elif char in " \t":
-                self._advance(1)
-            elif char == "\\" and (gap := re.match(r"\\[ \t]*\n", self.text[self.at : self.at + 400])):
-                self._advance(gap.end())
-                self._skip_comments_between()
-            elif char == "#":
-                self._advance(self._to("\n"))
-            elif sign := next((sign for sign in OPERATORS if self.text.startswith(sign, self.at)), ""):
-                yield from self._operator(sign)
-            else:
-                line = self.line
-                word = self._word()
-                if word.isdigit() and self.text[self.at : self.at + 1] in ("<", ">"):
-                    continue  # which file a redirection is of
-                yield ShellToken("word", word, line)
-
-    def _operator(self, sign: str) -> Iterator[ShellToken]:
-        line = self.line
-        if sign in ("<", ">") and self.text.startswith("(", self.at + 1):  # a command in place of a file
-            start = self.at
-            self._advance(1)
-            self._balanced("(", ")")
-            yield ShellToken("word", self.text[start : self.at], line)
-            return
-        self._advance(len(sign))
-        if sign in ("<<", "<<-"):
-            self._advance(len(re.match(r"[ \t]*", self.text[self.at :]).group()))  # type: ignore[union-attr]
-            self.documents.append(re.sub(r"[\"'\\]", "", self._word()))
-            return
-        yield ShellToken("op", sign, line)
-
-    def _skip_documents(self) -> None:
-        for end in self.documents:
-            while self.at < len(self.text):
-                line = self.text[self.at : self.at + self._to("\n")]
-                self._advance(min(len(line) + 1, len(self.text) - self.at))
-                if line.strip("\t") == end:
-                    break
-        self.documents = []
-
-    def _skip_comments_between(self) -> None:
-        """Lines that are comments in the middle of a command that goes on after them."""
-        while comment := re.match(r"[ \t]*#[^\n]*(?:\n|$)", self.text[self.at :]):
-            self._advance(comment.end())
-
-    def _word(self) -> str:
-        """From here to the next blank or operator outside quotes, brackets and braces; quotes included."""
-        start = self.at
-        while self.at < len(self.text):
-            char = self.text[self.at]
-            if char in " \t\n;&|<>)":
-                break
-            if char == "(":
-                if not ARRAY_BEGINS.fullmatch(self.text[start : self.at]):
-                    break
-                self._balanced("(", ")")
-            elif char == "\\" and self.text.startswith("\\\n", self.at):
-                break
-            else:
-                self._piece()
-        return self.text[start : self.at]
-
-    def _piece(self) -> None:
-        char = self.text[self.at]
-        if char == "\\":
-            self._advance(2)
-        elif char == "'":
-            self._until("'")
-        elif char == '"':
-            self._double()
-        elif char == "`":
-            self._until("`")
-        elif self.text.startswith("$(", self.at):
-            self._advance(1)
-            self._balanced("(", ")")
-        elif self.text.startswith("${", self.at):
-            self._advance(1)
-            self._balanced("{", "}")
+def _end_of_brackets(text: str, at: int, where: str) -> int:
+    opens, closes = ("(", ")") if text[at] == "(" else ("{", "}")
+    end, depth = at, 0
+    while end < len(text):
+        if text[end] == "#" and opens == "(" and text[end - 1] in " \t\n":  # a comment
+            end = _find(text, "\n", end)
+        elif text[end] in (opens, closes):
+            depth += 1 if text[end] == opens else -1
+            end += 1
+            if not depth:
+                return end
         else:
-            self._advance(1)
+            end = end_of_piece(text, end, where)
+    return _close(text, end, at, closes, where)
 
-    def _double(self) -> None:
-        line = self.line
-        self._advance(1)
-        while self.at < len(self.text) and self.text[self.at] != '"':
-            if self.text[self.at] == "'":
-                self._advance(1)
-            else:
-                self._piece()
-        self._close('"', line)
 
-    def _until(self, end: str) -> None:
-        line = self.line
-        self._advance(1)
-        self._advance(self._to(end))
-        self._close(end, line)
+def _close(text: str, end: int, begin: int, sign: str, where: str) -> int:
+    if not 0 <= end < len(text):
+        line = text.count("\n", 0, begin) + 1
+        raise ConfigError(f"{where}: line {line}: cannot read {sign!r}, which is never closed.")
+    return end + 1
 
-    def _balanced(self, opens: str, closes: str) -> None:
-        line, depth = self.line, 0
-        while self.at < len(self.text):
-            char = self.text[self.at]
-            if char == "#" and opens == "(" and self.text[self.at - 1] in " \t\n":
-                self._advance(self._to("\n"))
-            elif char in (opens, closes):
-                depth += 1 if char == opens else -1
-                self._advance(1)
-                if depth == 0:
-                    return
-            else:
-                self._piece()
-        self._close(closes, line)
 
-    def _close(self, end: str, line: int) -> None:
-        if self.at >= len(self.text):
-            raise ConfigError(f"{self.where}: line {line}: cannot read {end!r}, which is never closed.")
-        self._advance(1)
+def _find(text: str, sign: str, at: int) -> int:
+    found = text.find(sign, at)
+    return len(text) if found < 0 else found
 
-    def _to(self, end: str) -> int:
-        found = self.text.find(end, self.at)
-        return (len(self.text) if found < 0 else found) - self.at
 
-    def _advance(self, by: int) -> None:
-        self.line += self.text.count("\n", self.at, self.at + by)
-        self.at += by
+def tokens(text: str, where: str) -> Iterator[ShellToken]:
+    """Tokens of a script, without comments, redirections and here-documents."""
+    text = text.replace("\r\n", "\n")
+    documents: list[str] = []
+    at, line, counted, redirected = 0, 1, 0, False
+    while at < len(text):
+        char = text[at]
+        line, counted = line + text.count("\n", counted, at), at
+        if char == "\n":
+            yield ShellToken("end", "\n", line)
+            redirected, at = False, at + 1
+            for mark in documents:
+                at = _end_of_document(text, at, mark)
+            documents = []
+        elif char in " \t":
+            at += 1
+        elif gap := CONTINUED.match(text, at):
+            at = gap.end()
+        elif char == "#":
+            at = _find(text, "\n", at)
+        elif char in "<>" and text.startswith("(", at + 1):  # a command in place of a file
+            end = _end_of_brackets(text, at + 1, where)
+            if not redirected:
+                yield ShellToken("word", text[at:end], line)
+            redirected, at = False, end
+        elif sign := next((sign for sign in OPERATORS if text.startswith(sign, at)), ""):
+            at += len(sign)
+            if sign in ("<<", "<<-"):
+                begin = at + len(text[at:]) - len(text[at:].lstrip(" \t"))
+                at = _end_of_word(text, begin, where)
+                documents.append(re.sub(r"[\"'\\]", "", text[begin:at]))
+                continue
+            redirected = sign in REDIRECTIONS
+            if not redirected:
+                yield ShellToken("op", sign, line)
+        else:
+            end = _end_of_word(text, at, where)
+            word, at = text[at:end], end
+            if word.isdigit() and text[at : at + 1] in ("<", ">"):
+                continue  # which file a redirection is of
+            if not redirected:
+                yield ShellToken("word", word, line)
+            redirected = False
+
+
+def _end_of_document(text: str, at: int, end: str) -> int:
+    while at < len(text):
+        stop = _find(text, "\n", at)
+        line, at = text[at:stop], min(stop + 1, len(text))
+        if line.strip("\t") == end:
+            break
+    return at
+
+
+def _end_of_word(text: str, begin: int, where: str) -> int:
+    """The next blank or operator outside quotes, brackets and braces."""
+    at = begin
+    while at < len(text) and text[at] not in " \t\n;&|<>)" and not text.startswith("\\\n", at):
+        if text[at] != "(":
+            at = end_of_piece(text, at, where)
+        elif ARRAY_BEGINS.fullmatch(text, begin, at):
+            at = _end_of_brackets(text, at, where)
+        else:
+            break
+    return at
 
 
 # ------------------------------------------------------------------------------------------------ expansion
@@ -225,54 +187,39 @@ class ShellExpander:
         if len(text) > MAX_LENGTH:
             raise ConfigError(f"{self.where}: a value is longer than {MAX_LENGTH:,} characters. Shorten the script.")
 
-    def _pieces(self, raw: str) -> Iterator[tuple[ShellValue, bool]]:
+    def _pieces(self, raw: str, quoted: bool = False) -> Iterator[tuple[ShellValue, bool]]:
         """Parts of a word, each with whether blanks in it divide it."""
         at = 0
         while at < len(raw):
-            char = raw[at]
-            if char == "'":
-                end = raw.index("'", at + 1)
-                yield raw[at + 1 : end], False
-                at = end + 1
-            elif char == '"':
-                end = at + _length(raw[at:], self.where)
-                yield from self._quoted(raw[at + 1 : end - 1])
-                at = end
-            elif char == "\\":
-                yield ("" if raw[at + 1 : at + 2] == "\n" else raw[at + 1 : at + 2]), False
-                at += 2
+            char, begin = raw[at], at
+            if char == "\\":
+                after, at = raw[at + 1 : at + 2], at + 2
+                kept = f"\\{after}" if quoted and after not in '$`"\\' else after
+                yield "" if after == "\n" else kept, False
             elif char in "$`":
-                end = at + _length(raw[at:], self.where)
-                found = self.expanded(raw[at:end])
-                ran = raw[at:end].startswith(("$(", "`"))
-                yield (" ".join(found), True) if isinstance(found, list) else (found, not ran)
-                at = end
+                at = _end_of_value(raw, at, self.where)
+                found = self.expanded(raw[begin:at])
+                if quoted:
+                    yield found, False
+                elif isinstance(found, list):
+                    yield " ".join(found), True
+                else:
+                    yield found, not raw.startswith(("$(", "`"), begin)
+            elif char == "'" and not quoted:
+                at = raw.index("'", at + 1) + 1
+                yield raw[begin + 1 : at - 1], False
+            elif char == '"' and not quoted:
+                at = _end_of_value(raw, at, self.where)
+                if at - begin == 2:
+                    yield "", False
+                yield from self._pieces(raw[begin + 1 : at - 1], quoted=True)
             else:
-                plain = re.match(r"[^'\"\\$`]+", raw[at:])
+                plain = (QUOTED_TEXT if quoted else PLAIN_TEXT).match(raw, at)
                 assert plain is not None
+                at = plain.end()
                 yield plain[0], False
-                at += plain.end()
 
-    def _quoted(self, inner: str) -> Iterator[tuple[ShellValue, bool]]:
-        if not inner:
-            yield "", False
-        at = 0
-        while at < len(inner):
-            if inner[at] == "\\":
-                after = inner[at + 1 : at + 2]
-                yield ("" if after == "\n" else after if after in '$`"\\' else f"\\{after}"), False
-                at += 2
-            elif inner[at] in "$`":
-                end = at + _length(inner[at:], self.where)
-                yield self.expanded(inner[at:end], quoted=True), False
-                at = end
-            else:
-                plain = re.match(r"[^\\$`]+", inner[at:])
-                assert plain is not None
-                yield plain[0], False
-                at += plain.end()
-
-    def expanded(self, text: str, quoted: bool = False) -> ShellValue:
+    def expanded(self, text: str) -> ShellValue:
         """`$X`, `${X:-y}`, `$((1 + 2))`, `$(date)`."""
         if text.startswith("$((") and text.endswith("))"):
             return self._arithmetic(text[3:-2])
@@ -332,37 +279,26 @@ class ShellExpander:
 
 
 def divided(text: str) -> list[str]:
-    """A text cut at its blanks, except for those inside `$(…)`, which would have been run before.
-
-    Example:
-        divided("a $(date +%s) b")      # ['a', '$(date +%s)', 'b']
-    """
+    """A text cut at its blanks, except for those inside `$(…)`, which would have been run before."""
     kept = re.sub(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)", lambda found: re.sub(r"\s", "\0", found[0]), text)
     return [part.replace("\0", " ") for part in re.split(r"\s+", kept)]
 
 
-def _length(text: str, where: str) -> int:
-    """How far the quote, variable or command at the start of `text` reaches."""
-    if text[0] == '"' or text.startswith(("$(", "${", "`")):
-        reader = ShellLexer(text, where)
-        reader._piece()
-        return reader.at
-    found = re.match(r"\$(\w+|[@*#?!-])?", text)
+def _end_of_value(text: str, at: int, where: str) -> int:
+    """End of the quote, variable or command at `at`."""
+    if text[at] in '"`' or text.startswith(("$(", "${"), at):
+        return end_of_piece(text, at, where)
+    found = VARIABLE.match(text, at)
     assert found is not None
-    if name := re.match(r"\$(\d)", text):
-        return name.end()
     return found.end()
 
 
 def _trimmed(text: str, sign: str, pattern: str) -> str:
     """`text` without the shortest (or, with the sign doubled, longest) beginning or end that fits."""
     ends = range(len(text) + 1)
-    order = ends if sign in ("#", "%%") else reversed(ends)
-    for at in order:
+    for at in ends if sign in ("#", "%%") else reversed(ends):
         part, rest = (text[:at], text[at:]) if sign[0] == "#" else (text[at:], text[:at])
-        if sign in ("%%", "%") and fnmatch.fnmatchcase(part, pattern):
-            return rest
-        if sign[0] == "#" and fnmatch.fnmatchcase(part, pattern):
+        if fnmatch.fnmatchcase(part, pattern):
             return rest
     return text
 

@@ -16,8 +16,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from arborl.config.load_config import MAX_DEPTH, bounded_yaml, check_yaml
-from arborl.convert.reading.hydra_overrides import overrides
-from arborl.convert.reading.training_scripts import ScriptSettings, near, read, read_text
+from arborl.convert.reading.training_scripts import ScriptSettings, near, overrides, read, read_text
 from arborl.errors import ConfigError
 
 YAML = (".yaml", ".yml")
@@ -31,8 +30,6 @@ MAX_MISSING = 20
 
 @dataclass(slots=True)
 class SourceKeys:
-    """Keys and values of all files."""
-
     keys: dict[str, Any] = field(default_factory=dict)
     """Dotted, each with its value; lists are values."""
     variables: dict[str, Any] = field(default_factory=dict)
@@ -48,14 +45,6 @@ class SourceKeys:
 def collect(files: Sequence[Path], plain_keys: bool = False, absent: bool = False) -> SourceKeys:
     """Read files in order, later ones over earlier ones; then fill in references, so that what a later file changes
     reaches all that refers to it.
-
-    Args:
-        files: YAML, or scripts and lists of overrides.
-        plain_keys: an assignment without a dot in a list of overrides (`max_steps=10`) is a key too.
-        absent: go on where a file of a `defaults` list is missing, and keep account of it.
-
-    Example:
-        collect([Path("agent_val_frozen_lake.yaml")]).keys["train_env_manager.group_size"]      # 8
     """
     out = SourceKeys()
     files_read = list(_read_files(files, plain_keys))

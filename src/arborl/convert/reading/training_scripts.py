@@ -1,17 +1,25 @@
-"""The training command of a shell script: overrides, variables, configuration. A script is never run."""
+"""The training command of a shell script: overrides, variables, configuration. A script is never run.
+
+Overrides are Hydra's: `a.b=1`, `+a.b=[x, y]`, `++a.b={c: 2}`, `~a.b`.
+"""
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from arborl.convert.reading.bash_scripts import ShellCommand, read_shell
-from arborl.convert.reading.hydra_overrides import OVERRIDE, REMOVAL, plain
 from arborl.errors import ConfigError
 
+OVERRIDE = re.compile(r"([+~]{0,2})([A-Za-z_][\w@/-]*(?:\.[\w@/-]+)*)=(.*)", re.DOTALL)
+REMOVAL = re.compile(r"~([A-Za-z_][\w@/-]*(?:\.[\w@/-]+)*)")
+NUMBER = re.compile(r"[-+]?(?:\d[\d_]*)?(?:\.\d*)?(?:[eE][-+]?\d+)?")
+CLOSES = {"[": "]", "{": "}"}
+DEEPEST = 50
 STARTS = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed)")
 """Programs that start a training."""
 FLAGS = {"--config-name": "--config-name", "-cn": "--config-name", "--config-path": "--config-path",
@@ -22,8 +30,6 @@ MODULE = "--module"
 
 @dataclass(slots=True)
 class ScriptSettings:
-    """Settings of a script or an override list."""
-
     settings: dict[str, Any] = field(default_factory=dict)
     """Dotted keys with their values; under `--config-name` a configuration that is not found near the script."""
     removed: list[str] = field(default_factory=list)
@@ -35,11 +41,6 @@ class ScriptSettings:
 
 
 def read(path: Path) -> ScriptSettings:
-    """Settings of a script.
-
-    Example:
-        read(Path("train.sh")).settings     # {"data.train_batch_size": 32, …}
-    """
     found = read_script(read_text(path), str(path))
     named, folder = found.settings.get("--config-name"), found.settings.get("--config-path")
     file = near(path, f"{folder}/{named}" if folder else str(named)) if named is not None else None
@@ -50,7 +51,6 @@ def read(path: Path) -> ScriptSettings:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file.")
     try:
@@ -146,3 +146,96 @@ def _flat(tree: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]
             yield from _flat(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value
+
+
+# ------------------------------------------------------------------------------------------------ overrides
+
+
+def overrides(text: str, where: str) -> dict[str, Any]:
+    """A list of overrides, one or more a line; keys may have no dot."""
+    found = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise ConfigError(f"{where}: line {number}: cannot read {line[:60]!r}: {error}") from error
+        for word in words:
+            if (match := OVERRIDE.fullmatch(word)) and "~" not in match[1]:
+                found[match[2]] = plain(match[3])
+    return found
+
+
+def plain(text: str) -> Any:
+    """A value as Hydra reads it."""
+    text = text.strip()
+    try:
+        value, at = _value(text, 0, "", 0)
+    except ValueError:
+        return text
+    return value if at == len(text) else text
+
+
+def _value(text: str, at: int, ends: str, depth: int) -> tuple[Any, int]:
+    """A value, up to the end or one of `ends`, and where it stops; ValueError where there is none."""
+    at = _blanks(text, at)
+    sign = text[at : at + 1]
+    if depth > DEEPEST:
+        raise ValueError("too deep")
+    if sign in ("'", '"'):
+        return _quoted(text, at)
+    if sign in CLOSES:
+        return _several(text, at, depth)
+    stop = at
+    while stop < len(text) and text[stop] not in ends:
+        if text.startswith("${", stop):
+            stop = max(text.find("}", stop), stop)
+        stop += 1
+    return primitive(text[at:stop].strip()), stop
+
+
+def _quoted(text: str, at: int) -> tuple[str, int]:
+    found = re.compile(r"""(['"])((?:\\.|(?!\1).)*)\1""", re.DOTALL).match(text, at)
+    if found is None:
+        raise ValueError("not closed")
+    return re.sub(r"\\(['\"\\])", r"\1", found[2]), found.end()
+
+
+def _several(text: str, at: int, depth: int) -> tuple[Any, int]:
+    closes, named = CLOSES[text[at]], text[at] == "{"
+    items: list[Any] = []
+    table: dict[str, Any] = {}
+    at = _blanks(text, at + 1)
+    while text[at : at + 1] != closes:
+        if named:
+            key, at = _value(text, at, ":", depth + 1)
+            if text[at : at + 1] != ":":
+                raise ValueError("no colon")
+            table[str(key)], at = _value(text, at + 1, ",}", depth + 1)
+        else:
+            item, at = _value(text, at, ",]", depth + 1)
+            items.append(item)
+        at = _blanks(text, at)
+        if text[at : at + 1] == ",":
+            at = _blanks(text, at + 1)
+        elif text[at : at + 1] != closes:
+            raise ValueError("neither a comma nor an end")
+    return (table if named else items), at + 1
+
+
+def _blanks(text: str, at: int) -> int:
+    while text[at : at + 1].isspace():
+        at += 1
+    return at
+
+
+def primitive(text: str) -> Any:
+    """A word as a number, truth value or nothing, where it is one."""
+    known = {"null": None, "": None, "true": True, "false": False}
+    if text.lower() in known:
+        return known[text.lower()]
+    if NUMBER.fullmatch(text) and any(sign.isdigit() for sign in text):
+        try:
+            return int(text)
+        except ValueError:
+            return float(text)
+    return text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,9 @@ class EnvTag:
 
     @property
     def at(self) -> str:
-        """Prefix of its keys."""
         return f"custom_envs.{self.name}."
 
     def kept(self, what: str) -> str:
-        """Where `what` is kept."""
         return f"@{self.name}|{what}"
 
     def set(self, key: str, what: str, ours: Any, why: str = "") -> None:
@@ -39,6 +37,13 @@ class EnvTag:
     def default(self, key: str, value: Any, what: str, ours: Any) -> None:
         """What they do without `key`."""
         self.draft.default(self.at + key, value, self.kept(what), ours)
+
+    def take(self, key: str, otherwise: Any, what: str, ours: Any) -> None:
+        """`set` if the tag has `key`, else `default`."""
+        if self.keys.get(key) is not None:
+            self.set(key, what, ours)
+        else:
+            self.default(key, otherwise, what, ours)
 
     def drop(self, key: str, why: str) -> None:
         self.draft.drop(self.at + key, self.keys.get(key), why)
@@ -75,6 +80,11 @@ SOKOBAN = {"num_boxes": ("boxes", 4), "format_penalty": ("format_penalty", 0.0)}
 SHOP = {"num_products": ("products", 1000), "human_goals": ("human", False), "format_penalty": ("format_penalty", 0.0)}
 Table = Mapping[str, tuple[str, Any]]
 """Their argument, ours, and what they do without it."""
+MADE = "products are made, 1,000 of them; env_config.file_path (env.args.data) names WebShop's own"
+GAMES: dict[str, tuple[str, str, Table]] = {
+    "frozen_lake": ("frozen_lake", "", LAKE), "sokoban": ("sokoban", "", SOKOBAN), "webshop": ("shop", MADE, SHOP),
+}  # fmt: skip
+"""Their kind, ours, what differs, and the arguments."""
 UNREAD = {
     "action_pattern": "read with the tag's templates",
     "use_thread_lock": "environments do not wait for one another here",
@@ -125,14 +135,18 @@ def fill(tag: EnvTag, ours: str | None) -> bool:
                 tag.set(key, f"args.{key.removeprefix('env_config.')}", value)
         return True
     if kind in GAMES:
-        name, why, filler = GAMES[kind]
+        name, why, arguments = GAMES[kind]
         tag.set("env_type", "env", name, why)
-        return filler(tag)
+        _take(tag, arguments)
+        if kind == "webshop" and tag.keys.get("env_config.file_path") is not None:
+            tag.set("env_config.file_path", "args.data", tag.keys["env_config.file_path"])
+        return kind != "sokoban" or _room(tag)
     if family == "game" and game:
-        why = f"TextArena's game, whose words and rewards are not GEM's; {_extra('textarena')}"
-        return _named(tag, "textarena", "game", _arena(game), "kwargs", why)
+        why = "TextArena's game, whose words and rewards are not GEM's; needs pip install 'arborl[textarena]'"
+        name = {"TowerofHanoi-v0": "TowerOfHanoi-v0"}.get(game, game)
+        return _named(tag, "textarena", "game", name, "kwargs", why)
     if family == "rg" and game:
-        why = f"tasks are drawn anew, and are not some of one seed; {_extra('reasoning_gym')}"
+        why = "tasks are drawn anew, and are not some of one seed; needs pip install 'arborl[reasoning_gym]'"
         return _named(tag, "reasoning_gym", "dataset", game, "config", why)
     if family in ROWS:
         return _dataset(tag, family)
@@ -140,14 +154,6 @@ def fill(tag: EnvTag, ours: str | None) -> bool:
     remedy = REMEDIES.get(kind, f"no such environment here. Known: {known}")
     own = f"Or write one of your own (docs/environments.md) and say so: --use {kind}=package.module:Class."
     return tag.refuse("env_type", f"{remedy}. {own}")
-
-
-def _extra(name: str) -> str:
-    return f"needs pip install 'arborl[{name}]'"
-
-
-def _arena(game: str) -> str:
-    return {"TowerofHanoi-v0": "TowerOfHanoi-v0"}.get(game, game)
 
 
 def _named(tag: EnvTag, env: str, by: str, name: str, inside: str, why: str) -> bool:
@@ -168,10 +174,7 @@ def _take(tag: EnvTag, table: Table) -> None:
     """Arguments with a counterpart, theirs or what they do without; an episode's turns are bounded alike in both."""
     for theirs, (ours, otherwise) in table.items():
         key = f"env_config.{theirs}"
-        if tag.keys.get(key) is not None:
-            tag.set(key, f"args.{ours}", tag.keys[key])
-        else:
-            tag.default(key, otherwise, f"args.{ours}", otherwise)
+        tag.take(key, otherwise, f"args.{ours}", otherwise if tag.keys.get(key) is None else tag.keys[key])
     key = "env_config.max_steps"
     most = tag.keys.get("max_steps", tag.keys.get(key))
     if most is not None and key in tag.keys:
@@ -187,32 +190,15 @@ def _take(tag: EnvTag, table: Table) -> None:
 SIGNS = tuple(f"env_config.{name}" for name in ("grid_lookup", "grid_vocab", "action_lookup", "map_lookup"))
 
 
-def _lake(tag: EnvTag) -> bool:
-    _take(tag, LAKE)
-    return True
-
-
-def _sokoban(tag: EnvTag) -> bool:
-    _take(tag, SOKOBAN)
+def _room(tag: EnvTag) -> bool:
     key = "env_config.dim_room"
     room = tag.keys.get(key, [10, 10])
     if not isinstance(room, list) or len(set(room)) != 1:
         return tag.refuse(key, "rooms are square here. Write dim_room: [N, N].")
-    if key in tag.keys:
-        tag.set(key, "args.size", int(room[0]))
-    else:
-        tag.default(key, room, "args.size", int(room[0]))
+    tag.take(key, room, "args.size", int(room[0]))
     if "env_config.search_depth" in tag.keys:
-        tag.drop(
-            "env_config.search_depth", "puzzles are made by pulling boxes, and solved to be sure; see env.args.pulls"
-        )
-    return True
-
-
-def _shop(tag: EnvTag) -> bool:
-    _take(tag, SHOP)
-    if tag.keys.get("env_config.file_path") is not None:
-        tag.set("env_config.file_path", "args.data", tag.keys["env_config.file_path"])
+        why = "puzzles are made by pulling boxes, and solved to be sure; see env.args.pulls"
+        tag.drop("env_config.search_depth", why)
     return True
 
 
@@ -226,14 +212,10 @@ def _dataset(tag: EnvTag, family: str) -> bool:
     if split:
         tag.set("env_config.split", "rows.hub", f"{name}::{split}")
     usual = "problem" if family in ("math", "roll_math") else "question"
-    for key, otherwise, what in (
-        ("question_key", usual, "rows.question"),
-        ("answer_key", "answer", "rows.fields.answer"),
-    ):
-        if tag.keys.get(f"env_config.{key}"):
-            tag.set(f"env_config.{key}", what, tag.keys[f"env_config.{key}"])
-        elif what == "rows.question":
-            tag.default(f"env_config.{key}", otherwise, what, otherwise)
+    question, answer = tag.keys.get("env_config.question_key"), tag.keys.get("env_config.answer_key")
+    tag.take("env_config.question_key", usual, "rows.question", question or usual)
+    if answer:
+        tag.set("env_config.answer_key", "rows.fields.answer", answer)
     chosen: Any = QA if reward == "qa" else reward
     if reward == "code_tests":
         chosen = {"name": "code_tests", "args": {"field": tag.keys.get("env_config.test_key") or "tests"}}
@@ -272,13 +254,3 @@ def _tools(tag: EnvTag) -> bool:
             worth = "a tool call is worth nothing by itself here; add a reward of your own to rewards"
             (tag.drop if tag.keys[key] else tag.skip)(key, worth if tag.keys[key] else "0, as here")
     return True
-
-
-GAMES: dict[str, tuple[str, str, Callable[[EnvTag], bool]]] = {
-    "frozen_lake": ("frozen_lake", "", _lake),
-    "sokoban": ("sokoban", "", _sokoban),
-    "webshop": (
-        "shop", "products are made, 1,000 of them; env_config.file_path (env.args.data) names WebShop's own", _shop,
-    ),
-}  # fmt: skip
-"""Their kind, ours, what differs, and who reads its arguments."""

@@ -26,37 +26,30 @@ PLACES = {
 
 def environments(draft: Draft) -> list[EnvTag]:
     """The tags that are trained on; those of validation are read too. Their settings are written."""
-    train, val = _tags(draft, "train_env_manager"), _tags(draft, "val_env_manager")
+    train, val = (names(draft.source.get(f"{at}_env_manager.tags")) for at in ("train", "val"))
     if not train:
         draft.refuse("train_env_manager.tags", None, "names no environment. Write tags: [NAME], and custom_envs.NAME.")
         return []
     known = {key.split(".")[0] for key in draft.below("custom_envs.")}
     found = {name: _tag(draft, name, known) for name in dict.fromkeys([*train, *val])}
     for name in sorted(known - set(found)):
-        for key in draft.below(f"custom_envs.{name}."):
-            whole = f"custom_envs.{name}.{key}"
-            draft.skip(whole, draft.source[whole], "not among the tags of training or validation")
+        unused = [key for key in draft.source if key.startswith(f"custom_envs.{name}.")]
+        draft.skip_rest(unused, "not among the tags of training or validation")
     tags = [tag for tag in found.values() if tag is not None]
     if draft.problems:
         return []
     trained = [tag for tag in tags if tag.name in train]
-    groups = _groups(draft)
     shared = all(tag.get("env") for tag in tags) and len({tag.who for tag in trained}) == 1
-    _as_sources(draft, tags, train, groups[0], shared)
+    _as_sources(draft, tags, train, _tasks_per_step(draft), shared)
     if shared:
         _workers(draft)
         _validation(draft, [tag.name for tag in tags], val)
     else:
         _drop_validation(draft)
+    rest = [f"train_env_manager.{key}" for key in ("tags", "num_groups_partition", "max_env_num_per_worker")]
     why = "the shares are ratios of sources, and one alone has the whole batch; rows need no worker"
-    for key in ("tags", "num_groups_partition", "max_env_num_per_worker"):
-        if f"train_env_manager.{key}" in draft.source and f"train_env_manager.{key}" not in draft.accounted():
-            draft.skip(f"train_env_manager.{key}", draft.source[f"train_env_manager.{key}"], why)
+    draft.skip_rest(rest, why)
     return trained
-
-
-def _tags(draft: Draft, manager: str) -> list[str]:
-    return names(draft.source.get(f"{manager}.tags"))
 
 
 def _tag(draft: Draft, name: str, known: set[str]) -> EnvTag | None:
@@ -66,8 +59,7 @@ def _tag(draft: Draft, name: str, known: set[str]) -> EnvTag | None:
     own = draft.below(f"custom_envs.{name}.")
     tag = EnvTag(draft, name, own)
     if not own:
-        written = draft.source.get(f"custom_envs.{name}")
-        if written is not None:
+        if (written := draft.source.get(f"custom_envs.{name}")) is not None:
             why = "leads nowhere. Give the file that defines it: one of its defaults, or one before this one."
             draft.refuse(f"custom_envs.{name}", written, why)
         else:
@@ -79,7 +71,7 @@ def _tag(draft: Draft, name: str, known: set[str]) -> EnvTag | None:
     _agent(tag)
     _limits(tag)
     for key, what in PROMPTS.items():
-        if own.get(key) is not None and what == "template" and _shows_history(own[key]):
+        if own.get(key) is not None and what == "template" and any(f"{{{name}}}" in str(own[key]) for name in HISTORY):
             tag.drop(key, "puts the last turns into one text, {history}: they are messages here, and shown anyway")
         elif own.get(key) is not None:
             tag.set(key, what, own[key])
@@ -89,10 +81,6 @@ def _tag(draft: Draft, name: str, known: set[str]) -> EnvTag | None:
             say = tag.skip if last in env_tags.UNREAD else tag.drop
             say(key, env_tags.UNREAD.get(last, "no counterpart in this environment"))
     return tag
-
-
-def _shows_history(template: object) -> bool:
-    return any(f"{{{name}}}" in str(template) for name in HISTORY)
 
 
 def _agent(tag: EnvTag) -> None:
@@ -112,16 +100,14 @@ def _agent(tag: EnvTag) -> None:
         return
     if runner:
         tag.set("agent_runner_cls", "agent", ours)
-        tag.set("env_manager_cls", "agent", ours)
-    elif "env_manager_cls" in tag.keys:
+    if runner or "env_manager_cls" in tag.keys:
         tag.set("env_manager_cls", "agent", ours)
     else:
         tag.default("env_manager_cls", "TrajEnvManager", "agent", ours)
     if ours == "step":
         why = "steps beside the present one, all of them, as messages; there in one text, and not all of them"
-        tag.set(
-            "history_length", "agent_args.history_length", max(int(tag.keys.get("history_length") or 1) - 1, 0), why
-        )
+        past = max(int(tag.keys.get("history_length") or 1) - 1, 0)
+        tag.set("history_length", "agent_args.history_length", past, why)
 
 
 def _limits(tag: EnvTag) -> None:
@@ -134,47 +120,35 @@ def _limits(tag: EnvTag) -> None:
         tag.set("max_tokens_per_step", "max_tokens", min(int(requested), most), why)
 
 
-def _groups(draft: Draft) -> tuple[int, int]:
-    """Tasks of a step, and episodes of each: the batch counts episodes there."""
-    size = draft.whole("train_env_manager.group_size", 1)
-    slots = draft.whole("train_env_manager.num_env_groups", 128)
+def _tasks_per_step(draft: Draft) -> int:
+    """Writes the tasks of a step and the episodes of each: the batch counts episodes there."""
+    at, ours = "train_env_manager.", "rollout.tasks_per_step"
+    size, slots = draft.whole(f"{at}group_size", 1), draft.whole(f"{at}num_env_groups", 128)
     episodes = draft.whole("rollout_batch_size", slots * size)
     if episodes % size:
-        draft.refuse(
-            "rollout_batch_size",
-            episodes,
-            f"does not divide by train_env_manager.group_size={size}. Write {size * max(episodes // size, 1)}.",
-        )
-        return 1, size
+        fits = size * max(episodes // size, 1)
+        why = f"does not divide by train_env_manager.group_size={size}. Write {fits}."
+        draft.refuse("rollout_batch_size", episodes, why)
+        return 1
     tasks = episodes // size
-    if "rollout_batch_size" in draft.source:
-        draft.set("rollout_batch_size", episodes, "rollout.tasks_per_step", tasks)
-    key = "train_env_manager.num_env_groups"
-    if key in draft.source:
-        draft.set(key, slots, "rollout.tasks_per_step", tasks, "" if slots == tasks else
-                  "tasks of a step, which follow from rollout_batch_size and group_size")  # fmt: skip
-    if "train_env_manager.group_size" in draft.source:
-        draft.set("train_env_manager.group_size", size, "rollout.group_size", size)
-    draft.settings |= {"rollout.tasks_per_step": tasks, "rollout.group_size": size}
-    spare = draft.whole("train_env_manager.group_size_redundancy", 0)
+    draft.settings |= {ours: tasks, "rollout.group_size": size}
+    why = "" if slots == tasks else "tasks of a step, which follow from rollout_batch_size and group_size"
+    draft.say("rollout_batch_size", episodes, ours, tasks)
+    draft.say(f"{at}num_env_groups", slots, ours, tasks, why)
+    draft.say(f"{at}group_size", size, "rollout.group_size", size)
+    spare = draft.whole(f"{at}group_size_redundancy", 0)
     if spare:
-        draft.set("train_env_manager.group_size_redundancy", spare, "rollout.redundancy", spare)
-    draft.default(
-        "all environments play at once", slots * (size + spare), "rollout.concurrency", slots * (size + spare)
-    )
-    return tasks, size
+        draft.set(f"{at}group_size_redundancy", spare, "rollout.redundancy", spare)
+    at_once = slots * (size + spare)
+    draft.default("all environments play at once", at_once, "rollout.concurrency", at_once)
+    return tasks
 
 
 def divided(draft: Draft, manager: str, count: int, tasks: int) -> list[int]:
-    """Tasks of each tag: its groups, or in the same shares where there are more or fewer tasks than groups.
-
-    Example:
-        divided(draft, "train_env_manager", 2, 8)      # num_groups_partition: [12, 4] -> [6, 2]
-    """
+    """Tasks of each tag: its groups, or in the same shares where there are more or fewer tasks than groups."""
     partition = draft.source.get(f"{manager}.num_groups_partition")
-    shares = (
-        [int(part) for part in partition] if isinstance(partition, list) and len(partition) == count else [1] * count
-    )
+    given = partition if isinstance(partition, list) and len(partition) == count else [1] * count
+    shares = [int(part) for part in given]
     total = sum(shares) or 1
     whole = [share * tasks // total for share in shares]
     by_rest = sorted(range(count), key=lambda i: -(shares[i] * tasks / total - whole[i]))
@@ -187,18 +161,16 @@ def _workers(draft: Draft) -> None:
     key = "train_env_manager.max_env_num_per_worker"
     most = draft.source.get(key)
     if isinstance(most, int) and most > 1:
-        draft.set(key, most, "rollout.envs_per_process", most,
-                  "of one process; leave it and rollout.workers out for the event loop, which is faster")  # fmt: skip
+        why = "of one process; leave it and rollout.workers out for the event loop, which is faster"
+        draft.set(key, most, "rollout.envs_per_process", most, why)
         draft.settings["rollout.workers"] = "process"
-    elif key in draft.source:
-        draft.skip(key, most, "environments share nothing here, wherever they run: rollout.workers")
+    draft.skip_rest([key], "environments share nothing here, wherever they run: rollout.workers")
 
 
 def _validation(draft: Draft, tags: list[str], val: list[str]) -> None:
     """Held-out tasks by tag. A group of validation is a task, played as often as the batch asks for."""
     at = "val_env_manager."
-    size = draft.whole(f"{at}group_size", 1)
-    slots = draft.whole(f"{at}num_env_groups", 128)
+    size, slots = draft.whole(f"{at}group_size", 1), draft.whole(f"{at}num_env_groups", 128)
     batch = draft.whole("val_batch_size", slots * size)
     if not val:
         draft.default("val_env_manager.tags", None, "evaluation.tasks", 0)
@@ -208,15 +180,16 @@ def _validation(draft: Draft, tags: list[str], val: list[str]) -> None:
         batch = slots * size
     tasks = max(batch // size, len(val))
     parts = dict(zip(val, divided(draft, "val_env_manager", len(val), tasks), strict=True))
+    by_tag = [f"{at}{key}" for key in ("tags", "num_groups_partition")]
     for tag in tags if len(tags) > 1 else ():
         path = f"data.sources.{tag}.evaluation_tasks"
         draft.settings[path] = parts.get(tag, 0)
-        for key in ("tags", "num_groups_partition"):
-            if tag in parts and f"{at}{key}" in draft.source:
-                draft.set(f"{at}{key}", draft.source[f"{at}{key}"], path, parts[tag])
+        for key in by_tag:
+            if tag in parts and key in draft.source:
+                draft.set(key, draft.source[key], path, parts[tag])
     if f"{at}group_size" in draft.source:
         draft.set(f"{at}group_size", size, "evaluation.group_size", size)
-    for key in ("val_batch_size", f"{at}num_env_groups", f"{at}tags", f"{at}num_groups_partition"):
+    for key in ("val_batch_size", f"{at}num_env_groups", *by_tag):
         if key in draft.source and key not in draft.accounted():
             draft.set(key, draft.source[key], "evaluation.tasks", tasks)
     draft.settings["evaluation.tasks"] = tasks

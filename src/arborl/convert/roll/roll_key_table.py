@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from arborl.convert.common_rules import ENGINE, MICRO, REFERENCE
-from arborl.convert.draft import Draft, Rule, every, idle, no, to
+from arborl.convert.common_rules import ENGINE, MICRO, REFERENCE, Rule, idle, known, no, positive, to, when
+from arborl.convert.draft import Draft
 
 PLACEMENT = "where a worker runs changes nothing but speed: one process, one device; placement=ray for more"
 TEMPLATE = "a model brings its own chat template; model.chat_template names another"
 NEVER = "nothing there reads it"
-POLICY = "the policy plays; `arborl env play --random` is for others"
+RESUME = "`arborl train --resume latest` goes on with a run of ours"
+TURNS = "rollout and training take turns, as here"
+
+
+def versions(ratio: Any) -> int:
+    """Policy versions that a rollout may be behind."""
+    return max(int(float(ratio)), 1)
 
 
 def folder(draft: Draft, key: str, value: Any) -> None:
@@ -33,16 +39,6 @@ def tracker(draft: Draft, key: str, value: Any) -> None:
         draft.drop(key, value, why)
 
 
-def tracker_rest(draft: Draft, key: str, value: Any) -> None:
-    last = key.rpartition(".")[2]
-    if last == "log_dir":
-        draft.skip(key, value, "TensorBoard's files lie in the run's folder")
-    elif last == "api_key":
-        draft.skip(key, value, "a key is read from the tracker's own variable (WANDB_API_KEY), and kept out of files")
-    else:
-        draft.drop(key, value, "no counterpart in track")
-
-
 def mock(draft: Draft, key: str, value: Any) -> None:
     """Episodes written once and trained on again."""
     at = "rollout_mock."
@@ -55,55 +51,21 @@ def mock(draft: Draft, key: str, value: Any) -> None:
     draft.set(key, value, "rollout.record" if mode == "dump" else "rollout.replay", where, why)
 
 
-def lag(draft: Draft, key: str, value: Any) -> None:
-    if value:
-        draft.set(key, value, "rollout.max_lag", max(int(float(value)), 1))
-    else:
-        draft.skip(key, value, "rollout and training take turns, as here")
-
-
-def resume(draft: Draft, key: str, value: Any) -> None:
-    draft.skip(key, value, "off" if not value else "`arborl train --resume latest` goes on with a run of ours")
-
-
-def keep(draft: Draft, key: str, value: Any) -> None:
-    if isinstance(value, int) and value > 0:
-        draft.set(key, value, "trainer.keep", value)
-    else:
-        draft.skip(key, value, "all are kept there; here trainer.keep, 2 without a word")
-
-
-def role(name: str, trains: bool) -> dict[str, Rule]:
-    """Leftovers of a worker."""
-    return {
-        f"{name}.device_mapping": idle(PLACEMENT),
-        f"{name}.strategy_args.": idle(PLACEMENT),
-        f"{name}.infer_batch_size": idle(PLACEMENT),
-        f"{name}.system_envs.": idle("set variables of the environment in your shell"),
-        f"{name}.data_args.template": idle(TEMPLATE),
-        f"{name}.use_dynamic_batching": idle(MICRO),
-        f"{name}.max_tokens_per_microbatch": idle(MICRO),
-        f"{name}.sequence_": idle(MICRO),
-        f"{name}.use_sequence_packing": idle("tokens are always packed, as trees"),
-        f"{name}.": idle(PLACEMENT if trains else ENGINE if "infer" in name else REFERENCE),
-    }
-
-
 TABLE: dict[str, Rule] = {
     "exp_name": to("name"),
     "seed": to("seed"),
     "output_dir": folder,
     "logging_dir": idle("logs lie in the run's folder"),
-    "render_save_dir": to("track.render_every", lambda value: 10, "GIFs are in the run's folder, frames/"),
-    "rollout_dump_dir": to("track.episodes", lambda value: bool(value), "episodes are written to the run's folder"),
+    "render_save_dir": to("track.render_every", lambda folder: 10, "GIFs are in the run's folder, frames/"),
+    "rollout_dump_dir": to("track.episodes", bool, "episodes are written to the run's folder"),
     "max_steps": to("trainer.steps"),
-    "save_steps": every("trainer.save_every"),
-    "max_ckpt_to_keep": keep,
+    "save_steps": positive("trainer.save_every"),
+    "max_ckpt_to_keep": positive("trainer.keep", "all are kept there; here trainer.keep, 2 without a word"),
     "logging_steps": idle("every step is logged"),
-    "eval_steps": every("evaluation.every"),
-    "resume_from_checkpoint": resume,
+    "eval_steps": positive("evaluation.every"),
+    "resume_from_checkpoint": when(known("resume_from_checkpoint"), idle(RESUME), "off"),
     "reward_pretrain": idle("the critic's weights, which adv_estimator=gae alone reads"),
-    "async_generation_ratio": lag,
+    "async_generation_ratio": when(known("async_generation_ratio"), to("rollout.max_lag", versions), TURNS),
     "track_with": tracker,
     "max_running_requests": to("engine.max_requests"),
     "whiten_rewards": no("rewards are not whitened here; whiten_advantages is what remains of it"),
@@ -119,8 +81,33 @@ TABLE: dict[str, Rule] = {
     "exp_mode": idle(NEVER),
     "global_template": idle(TEMPLATE),
 }  # fmt: skip
+ROLES = {
+    "actor_train": PLACEMENT, "actor_infer": ENGINE, "reference": REFERENCE, "critic": REFERENCE,
+    "student_train": PLACEMENT, "student_infer": ENGINE, "student": PLACEMENT, "teacher": REFERENCE,
+    "sft_train": PLACEMENT, "validation": REFERENCE, "reward": REFERENCE, "reward_model": REFERENCE,
+}  # fmt: skip
+"""Workers, and why what is left of their keys has no counterpart."""
+MANAGER_PREFIXES: dict[str, Rule] = {
+    "generating_args.": idle("actor_infer.generating_args goes before it, or as it is here"),
+    "llm_proxy.": no("the policy plays; `arborl env play --random` is for others"),
+    "format_penalty": idle(f"{NEVER}; env_config.format_penalty is"),
+    "": idle("distribution of environments over workers"),
+}
+ROLE_PREFIXES = {
+    "device_mapping": PLACEMENT, "strategy_args.": PLACEMENT, "infer_batch_size": PLACEMENT,
+    "system_envs.": "set variables of the environment in your shell", "data_args.template": TEMPLATE,
+    "use_dynamic_batching": MICRO, "max_tokens_per_microbatch": MICRO, "sequence_": MICRO,
+    "use_sequence_packing": "tokens are always packed, as trees",
+}  # fmt: skip
 PREFIXES: dict[str, Rule] = {
-    "tracker_kwargs.": tracker_rest,
+    **{f"{role}.{key}": idle(why) for role in ROLES for key, why in ROLE_PREFIXES.items()},
+    **{f"{role}.": idle(why) for role, why in ROLES.items()},
+    **{f"{at}_env_manager.{key}": rule for at in ("train", "val") for key, rule in MANAGER_PREFIXES.items()},
+    "tracker_kwargs.log_dir": idle("TensorBoard's files lie in the run's folder"),
+    "tracker_kwargs.api_key": idle(
+        "a key is read from the tracker's own variable (WANDB_API_KEY), and kept out of files"
+    ),
+    "tracker_kwargs.": no("no counterpart in track"),
     "rollout_mock.": mock,
     "checkpoint_config.": idle("checkpoints lie in the run's folder"),
     "system_envs.": idle("set variables of the environment in your shell"),
@@ -128,15 +115,7 @@ PREFIXES: dict[str, Rule] = {
     "reward_normalization.": idle("what a group is compared with is algorithm.args.baseline and algorithm.std"),
     "router_args.": idle(ENGINE),
     "train_env_manager.generating_args.num_return_sequences": idle("episodes of a task are rollout.group_size"),
-    "train_env_manager.generating_args.": idle("actor_infer.generating_args goes before it, or as it is here"),
-    "val_env_manager.generating_args.": idle("actor_infer.generating_args goes before it, or as it is here"),
-    "train_env_manager.llm_proxy.": no(POLICY),
-    "val_env_manager.llm_proxy.": no(POLICY),
     "train_env_manager.group_filter_cls": no("write a function: rollout.group_filter=package.module:function"),
-    "train_env_manager.format_penalty": idle(f"{NEVER}; env_config.format_penalty is"),
-    "val_env_manager.format_penalty": idle(f"{NEVER}; env_config.format_penalty is"),
-    "train_env_manager.": idle("distribution of environments over workers"),
-    "val_env_manager.": idle("distribution of environments over workers"),
     "force_disable_": idle("ratios are taken against the policy that the update began with"),
     "enable_old_": idle("ratios are taken against the policy that the update began with"),
     "is_offload_": idle(PLACEMENT),
@@ -152,7 +131,4 @@ PREFIXES: dict[str, Rule] = {
     "max_additional_running_prompts": no("rollout.spare_groups replaces groups that a rollout.group_filter drops"),
     "profiler_": idle("no profile is written"),
     "report_length_and_rewards": idle("both are in every step's metrics"),
-    **role("actor_train", True), **role("actor_infer", False), **role("reference", False), **role("critic", False),
-    **role("student_train", True), **role("student_infer", False), **role("student", True), **role("teacher", False),
-    **role("sft_train", True), **role("validation", False), **role("reward", False), **role("reward_model", False),
-}  # fmt: skip
+}

@@ -20,11 +20,7 @@ from arborl.convert.roll.roll_key_table import TABLE as TABLE
 
 
 def pipeline(keys: Collection[str]) -> str:
-    """`agentic`, `rlvr`, `sft`, `dpo` or `distill`.
-
-    Example:
-        pipeline(["train_env_manager.tags", "adv_estimator"])      # 'agentic'
-    """
+    """`agentic`, `rlvr`, `sft`, `dpo` or `distill`."""
     heads = {key.partition(".")[0] for key in keys}
     if heads & {"train_env_manager", "custom_envs", "val_env_manager"}:
         return "agentic"
@@ -52,78 +48,68 @@ def convert_all(draft: Draft) -> None:
 
 def agentic(draft: Draft) -> None:
     """Environments by tag."""
-    train, infer = _roles(draft)
-    draft.put("max_steps", 500, "trainer.steps")
+    train, infer = _begin(draft)
     draft.put("eval_steps", 10, "evaluation.every", lambda steps: max(int(steps), 0))
-    draft.put("save_steps", 50, "trainer.save_every", lambda steps: int(steps) if int(steps) > 0 else 10_000)
-    learner.model(draft, train, "pretrain")
-    length(draft)
     _sampling(draft, infer)
     if draft.problems:
         return
     environments(draft)
     if draft.problems:
         return
-    steps = draft.settings.get("agent.name") == "step"
-    tasks = int(draft.settings["rollout.tasks_per_step"])
-    size = int(draft.settings["rollout.group_size"])
-    if teacher(draft):
-        algorithm.aggregation(draft, steps)
-    else:
-        algorithm.estimator(draft, steps, rows=False)
-        algorithm.loss(draft, train)
-        algorithm.penalties(draft)
-    learner.optimiser(draft, train)
-    learner.minibatches(draft, train, tasks * size, tasks, steps)
-    patience(draft)
+    tasks, size = (int(draft.settings[f"rollout.{name}"]) for name in ("tasks_per_step", "group_size"))
+    _train(draft, train, tasks, size, draft.settings.get("agent.name") == "step", rows=False)
 
 
 def rlvr(draft: Draft) -> None:
     """Rows, with rewards by domain."""
-    train, infer = _roles(draft)
-    draft.put("max_steps", 500, "trainer.steps")
+    train, infer = _begin(draft)
     if "eval_steps" in draft.source:
         draft.put("eval_steps", 10, "evaluation.every", lambda steps: max(int(steps), 0))
-    draft.put("save_steps", 50, "trainer.save_every", lambda steps: int(steps) if int(steps) > 0 else 10_000)
-    learner.model(draft, train, "pretrain")
-    length(draft)
     learner.sampling(draft, f"{infer}.generating_args.", "sampling")
-    draft.settings["sampling.max_tokens"] = draft.settings["sampling.max_context"] - int(
-        draft.source.get("prompt_length") or 1024
-    )
+    prompt = int(draft.source.get("prompt_length") or 1024)
+    draft.settings["sampling.max_tokens"] = draft.settings["sampling.max_context"] - prompt
     if draft.below("validation.generating_args."):
         learner.sampling(draft, "validation.generating_args.", "evaluation.sampling")
         draft.undo("evaluation.sampling.max_tokens", "sequence_length less prompt_length, as in training")
     tasks = int(draft.put("rollout_batch_size", 128, "rollout.tasks_per_step"))
     size = int(draft.put("num_return_sequences_in_group", 1, "rollout.group_size"))
-    distilled = teacher(draft)
-    rewards.domains(draft, train, distilled)
+    rewards.domains(draft, train, bool(_teacher(draft)))
     if draft.problems:
         return
-    if distilled:
-        algorithm.aggregation(draft, False)
+    _train(draft, train, tasks, size, steps=False, rows=True)
+
+
+def _begin(draft: Draft) -> tuple[str, str]:
+    """Model, length and intervals; the workers that train and that sample (students in on-policy distillation)."""
+    student = any(key.startswith("student_train.") for key in draft.source)
+    train, infer = ("student_train", "student_infer") if student else ("actor_train", "actor_infer")
+    draft.put("max_steps", 500, "trainer.steps")
+    supervised.save_interval(draft)
+    learner.model(draft, train, "pretrain")
+    length(draft)
+    return train, infer
+
+
+def _train(draft: Draft, train: str, tasks: int, size: int, steps: bool, rows: bool) -> None:
+    if teacher(draft):
+        algorithm.aggregation(draft, steps)
     else:
-        algorithm.estimator(draft, steps=False, rows=True)
+        algorithm.estimator(draft, steps, rows)
         algorithm.loss(draft, train)
         algorithm.penalties(draft)
-        rewards.masks(draft, size)
+        if rows:
+            rewards.masks(draft, size)
     learner.optimiser(draft, train)
-    learner.minibatches(draft, train, tasks * size, tasks, steps=False)
-    patience(draft)
-
-
-def _roles(draft: Draft) -> tuple[str, str]:
-    """The workers that train and that sample: on-policy distillation calls them students."""
-    student = any(key.startswith("student_train.") for key in draft.source)
-    return ("student_train", "student_infer") if student else ("actor_train", "actor_infer")
+    learner.minibatches(draft, train, tasks * size, tasks, steps)
+    hung = draft.whole("env_monitor.hung_timeout", 3600)
+    for path in ("rollout.episode_seconds", "rollout.step_seconds"):
+        draft.default("env_monitor.hung_timeout", hung, path, float(hung))
 
 
 def length(draft: Draft) -> None:
-    """`sequence_length` holds prompt and answer; without it, both of their lengths do."""
-    answer = draft.source.get("response_length")
-    whole = draft.source.get("sequence_length")
+    """`sequence_length` holds prompt and answer; without it, the sum of both lengths."""
     total = draft.whole("sequence_length", 0) or draft.whole("response_length", 0) + draft.whole("prompt_length", 1024)
-    if whole is None and answer is None:
+    if draft.source.get("sequence_length") is None and draft.source.get("response_length") is None:
         draft.refuse("sequence_length", None, "is not there, and response_length is not either. Write one of them.")
         total = 8192
     draft.settings["sampling.max_context"] = total
@@ -137,44 +123,42 @@ def length(draft: Draft) -> None:
 
 def _sampling(draft: Draft, infer: str) -> None:
     """`actor_infer.generating_args` go before those of both managers, validation's included."""
-    own = bool(draft.below(f"{infer}.generating_args."))
-    learner.sampling(draft, f"{infer}.generating_args." if own else "train_env_manager.generating_args.", "sampling")
-    if own:
-        for name, value in list(draft.settings.items()):
-            if name in ("sampling.temperature", "sampling.top_p", "sampling.top_k"):
-                draft.default(f"{infer}.generating_args", "validation too", f"evaluation.{name}", value)
-    elif draft.below("val_env_manager.generating_args."):
+    own = f"{infer}.generating_args"
+    if draft.below(f"{own}."):
+        learner.sampling(draft, f"{own}.", "sampling")
+        for name in ("sampling.temperature", "sampling.top_p", "sampling.top_k"):
+            if name in draft.settings:
+                draft.default(own, "validation too", f"evaluation.{name}", draft.settings[name])
+        return
+    learner.sampling(draft, "train_env_manager.generating_args.", "sampling")
+    if draft.below("val_env_manager.generating_args."):
         learner.sampling(draft, "val_env_manager.generating_args.", "evaluation.sampling")
+
+
+def _teacher(draft: Draft) -> str:
+    """The teacher of on-policy distillation; empty without one."""
+    distills = draft.below("student_train.") or draft.source.get("is_pure_opd")
+    return str(draft.source.get("teacher.model_args.model_name_or_path") or "") if distills else ""
 
 
 def teacher(draft: Draft) -> bool:
     """On-policy distillation: the advantage is the teacher's log-probability minus the student's."""
-    at = "teacher.model_args.model_name_or_path"
-    if at in draft.source and (draft.below("student_train.") or draft.source.get("is_pure_opd")):
-        draft.set(at, draft.source[at], "algorithm.args.teacher", draft.source[at])
-        why = "" if "adv_estimator" not in draft.source else "a teacher alone decides"
+    if name := _teacher(draft):
+        draft.set("teacher.model_args.model_name_or_path", name, "algorithm.args.teacher", name)
         draft.settings["algorithm.name"] = "distill"
-        if why:
-            draft.set("adv_estimator", draft.source["adv_estimator"], "algorithm.name", "distill", why)
+        if "adv_estimator" in draft.source:
+            estimator = draft.source["adv_estimator"]
+            draft.set("adv_estimator", estimator, "algorithm.name", "distill", "a teacher alone decides")
         return True
-    several = [
-        key for key in draft.source if key.startswith("teacher.") and key.endswith(".model_args.model_name_or_path")
-    ]
-    if several:
+    end = ".model_args.model_name_or_path"
+    names = [str(name) for key, name in draft.source.items() if key.startswith("teacher.") and key.endswith(end)]
+    if names:
         why = "several teachers, by tag, and there is one here. Give each its own run: keep one, as teacher.model_args."
-        draft.refuse("teacher", ", ".join(str(draft.source[key]) for key in several), why)
+        draft.refuse("teacher", ", ".join(names), why)
     elif draft.source.get("use_opd"):
-        draft.refuse(
-            "use_opd", True, "a teacher beside rewards is not here. Write algorithm=distill, or leave use_opd out."
-        )
+        why = "a teacher beside rewards is not here. Write algorithm=distill, or leave use_opd out."
+        draft.refuse("use_opd", True, why)
     return False
-
-
-def patience(draft: Draft) -> None:
-    """Nothing ends an episode there for taking long."""
-    hung = draft.whole("env_monitor.hung_timeout", 3600)
-    for path in ("rollout.episode_seconds", "rollout.step_seconds"):
-        draft.default("env_monitor.hung_timeout", hung, path, float(hung))
 
 
 STAGES: dict[str, Callable[[Draft], None]] = {

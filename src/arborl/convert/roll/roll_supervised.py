@@ -4,45 +4,48 @@ from __future__ import annotations
 
 import re
 
-from arborl.convert.draft import Draft, names
+from arborl.convert.draft import Draft, one_or_all, paths
 from arborl.convert.roll import roll_learner as learner
 
 VISION_MODEL = re.compile(r"[-_](?:VL|Omni)\b", re.IGNORECASE)
 """Names of models that are trained on images."""
+OBJECTIVE = (
+    "logits_topk", "kd_temperature", "teacher_temperature", "adaptive_kl_alpha", "skew_lambda", "distill_on_prompt",
+)  # fmt: skip
+
+
+def save_interval(draft: Draft) -> None:
+    draft.put("save_steps", 50, "trainer.save_every", lambda steps: int(steps) if int(steps) > 0 else 10_000)
 
 
 def sft(draft: Draft) -> None:
-    """Supervised fine-tuning."""
     _learn(draft, "sft_train", "pretrain", "sft")
-    _prompt_column(draft, "prompt_key")
+    _prompt_column(draft)
     draft.put("response_key", "output", "data.fields.completion")
-    if draft.source.get("query_key"):
-        why = "a second column is not added to the first: join them in the rows"
-        draft.drop("query_key", draft.source["query_key"], why)
-    if draft.source.get("system_key"):
-        draft.drop("system_key", draft.source["system_key"], "agent.system is one text for all rows")
+    for key, why in (
+        ("query_key", "a second column is not added to the first: join them in the rows"),
+        ("system_key", "agent.system is one text for all rows"),
+    ):
+        if draft.source.get(key):
+            draft.drop(key, draft.source[key], why)
 
 
 def dpo(draft: Draft) -> None:
-    """Preference pairs."""
     name = "ipo" if draft.source.get("ipo") else "dpo"
     _learn(draft, "actor_train", "pretrain", name)
     if "ipo" in draft.source:
         draft.set("ipo", draft.source["ipo"], "algorithm.name", name)
     draft.put("beta", 0.1, "algorithm.args.beta", float)
-    _prompt_column(draft, "prompt_key")
-    for key in ("chosen_key", "rejected_key"):
-        column = key.removesuffix("_key")
-        if draft.source.get(key, column) != column:
-            draft.set(key, draft.source[key], f"data.fields.{column}", draft.source[key])
-        elif key in draft.source:
-            draft.skip(key, column, "the column has that name here too")
+    _prompt_column(draft)
+    for column in ("chosen", "rejected"):
+        if draft.source.get(f"{column}_key", column) != column:
+            draft.put(f"{column}_key", column, f"data.fields.{column}")
+        draft.skip_rest([f"{column}_key"], "the column has that name here too")
     if (smooth := draft.source.get("label_smoothing")) is not None:
         draft.drop("label_smoothing", smooth, "0, as here" if not smooth else "no smoothing of labels here")
 
 
 def distill(draft: Draft) -> None:
-    """Distillation from a teacher."""
     _learn(draft, "student", "student_pretrain", "distill")
     if VISION_MODEL.search(str(draft.source.get("student_pretrain"))):
         draft.refuse("student_pretrain", draft.source["student_pretrain"], "Arbor trains text models only.")
@@ -53,81 +56,54 @@ def distill(draft: Draft) -> None:
         return
     draft.set("teacher_pretrain", teacher, "algorithm.args.teacher", teacher)
     draft.put("question_key", "question", "data.question")
-    if "answer_key" in draft.source:
-        draft.drop("answer_key", draft.source["answer_key"], "given answers are not read: see kd_objective")
     draft.default("sequence_length", None, "sampling.max_tokens", draft.settings["sampling.max_context"] // 2)
     objective = draft.source.get("kd_objective", "forward_kl")
     why = f"{objective} over given answers; here the student's own answers are scored by the teacher"
-    (draft.set if "kd_objective" in draft.source else draft.default)(
-        "kd_objective", objective, "algorithm.loss", "distill", why
-    )
+    draft.say("kd_objective", objective, "algorithm.loss", "distill", why)
     weight = draft.number("distill_loss_weight", 0.5)
     if weight < 1:
         why = f"the rest, {1 - weight:g}, is the loss of given answers there: see demonstrations"
         draft.drop("distill_loss_weight", weight, why)
-    for key in (
-        "logits_topk",
-        "kd_temperature",
-        "teacher_temperature",
-        "adaptive_kl_alpha",
-        "skew_lambda",
-        "distill_on_prompt",
-    ):
+    unread = dict.fromkeys(OBJECTIVE, "part of kd_objective")
+    for key, why in {"answer_key": "given answers are not read: see kd_objective", **unread}.items():
         if key in draft.source:
-            draft.drop(key, draft.source[key], "part of kd_objective")
-    if "logits_transfer_backend" in draft.source:
-        draft.skip("logits_transfer_backend", draft.source["logits_transfer_backend"], "one process, nothing is sent")
+            draft.drop(key, draft.source[key], why)
+    draft.skip_rest(["logits_transfer_backend"], "one process, nothing is sent")
 
 
-def _prompt_column(draft: Draft, key: str) -> None:
+def _prompt_column(draft: Draft) -> None:
     """The column of the prompt; `question` is a default name and needs data.fields.prompt."""
-    column = draft.source.get(key, "instruction")
-    (draft.set if key in draft.source else draft.default)(
-        key, column, "data.fields.prompt" if column == "question" else "data.question", column
-    )
+    column = draft.source.get("prompt_key", "instruction")
+    draft.say("prompt_key", column, "data.fields.prompt" if column == "question" else "data.question", column)
 
 
 def _learn(draft: Draft, role: str, model: str, name: str) -> None:
-    """Model, rows, optimizer and batch size."""
     draft.settings["algorithm.name"] = name
     learner.model(draft, role, model)
-    total = draft.whole("sequence_length", 8192)
-    draft.put("sequence_length", total, "sampling.max_context")
+    draft.put("sequence_length", draft.whole("sequence_length", 8192), "sampling.max_context")
     key = f"{role}.data_args.file_name"
-    found = draft.source.get(key)
-    files = [str(one) for one in found] if isinstance(found, list) else names(found) if found else []
+    files = paths(draft.source.get(key))
     if not files:
         draft.refuse(key, None, "names no rows. Write file_name: FILE.")
         return
-    draft.set(key, files, "data.path", files[0] if len(files) == 1 else files)
+    draft.set(key, files, "data.path", one_or_all(files))
     if held := draft.source.get("validation.data_args.file_name"):
-        apart = [str(one) for one in held] if isinstance(held, list) else names(held)
-        if set(apart) & set(files):
+        if set(paths(held)) & set(files):
             why = "rows that are trained on: a tenth of them is held out instead"
             draft.drop("validation.data_args.file_name", held, why)
         else:
-            ours = apart[0] if len(apart) == 1 else apart
-            draft.set("validation.data_args.file_name", held, "data.evaluation_path", ours)
+            draft.set("validation.data_args.file_name", held, "data.evaluation_path", one_or_all(paths(held)))
     learner.optimiser(draft, role)
     rows, devices = learner.optimiser_batch(draft, role)
     why = "" if devices else f"{role}.device_mapping does not say how many devices share a batch"
-    for part in ("per_device_train_batch_size", "gradient_accumulation_steps"):
-        at = f"{role}.training_args.{part}"
-        say = draft.set if at in draft.source else draft.default
-        say(
-            at,
-            draft.source.get(at, 8 if part.startswith("per") else 1),
-            "rollout.tasks_per_step",
-            rows * (devices or 1),
-            why,
-        )
+    for part, usual in (("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1)):
+        draft.say(f"{role}.training_args.{part}", usual, "rollout.tasks_per_step", rows * (devices or 1), why)
     epochs = f"{role}.training_args.num_train_epochs"
     if "max_steps" in draft.source and name != "sft":
         draft.put("max_steps", 500, "trainer.steps")
-        if epochs in draft.source:
-            draft.skip(epochs, draft.source[epochs], "max_steps ends the run before it, or as it does here")
+        draft.skip_rest([epochs], "max_steps ends the run before it, or as it does here")
     else:
         draft.put(epochs, 1, "trainer.epochs", lambda passes: max(round(float(passes)), 1))
         if "max_steps" in draft.source:
             draft.drop("max_steps", draft.source["max_steps"], "passes over the rows decide there")
-    draft.put("save_steps", 50, "trainer.save_every", lambda steps: int(steps) if int(steps) > 0 else 10_000)
+    save_interval(draft)

@@ -16,20 +16,15 @@ from arborl.agents import VERL_AGENT_NAMES
 from arborl.config.load_config import check_yaml
 from arborl.convert.conversion_report import KeyReport
 from arborl.convert.draft import Draft
-from arborl.convert.verl.verl_defaults import R, known
-from arborl.convert.verl.verl_rules import num
+from arborl.convert.verl.verl_rules import A, R, T
 from arborl.errors import ConfigError
 
-T = f"{R}multi_turn."
-STATELM_KEYS = ("max_samples_per_trajectory", "downsample_mode", "single_turn_max_tokens", "exceed_length_penalty",
-                "min_assistant_turns", "below_min_turns_reward", "dump_trajectories_enabled")  # fmt: skip
-STATELM_TOOLS = "statelm_tools"
 LOOPS = {"SingleTurnAgentLoop": "chat", "ToolAgentLoop": "tool", "StatelmToolAgentLoop": "statelm"}
 """verl's own loops, by class."""
 TOOLS = {"SandboxFusionTool": "python", "CustomSandboxFusionTool": "python", "Gsm8kTool": "check", "Geo3kTool": "check"}
 """Its tools that have a counterpart, by class."""
 MANAGERS = ("naive", "dapo", "prime", "batch")
-OWN = "Write it as a function (docs/tools.md) and name it: tools=[package.module:function]."
+NO_MANAGER = "no such manager of rewards here. Name a reward of yours: rewards=[package.module:function]."
 
 
 def complete(draft: Draft) -> None:
@@ -47,50 +42,40 @@ def complete(draft: Draft) -> None:
 
 def is_statelm(draft: Draft) -> bool:
     """Whether the script is of StateLM's fork, whose agent edits its own context."""
-    if str(known(draft, f"{R}agent.default_agent_loop")) == "statelm_tool_agent":
+    if str(draft.known(f"{R}agent.default_agent_loop")) == "statelm_tool_agent":
         return True
     keys = (f"{T}tool_config_path", "--config-name", "custom_reward_function.path")
     named = any("statelm" in Path(str(draft.source.get(key) or "")).name for key in keys)
-    return named or any(STATELM_TOOLS in str(tool.get("class_name")) for tool in _listed(draft))
+    return named or any("statelm_tools" in str(tool.get("class_name")) for tool in _listed(draft))
 
 
 def _agent(draft: Draft, tools: list[Any]) -> None:
     at = f"{R}agent.default_agent_loop"
-    loop, several = draft.source.get(at), known(draft, f"{T}enable") is True
+    loop, several = draft.source.get(at), draft.known(f"{T}enable") is True
     if loop is not None:
         if loop not in VERL_AGENT_NAMES:
-            draft.refuse(
-                at,
-                loop,
-                f"no agent is called so here. Known: {', '.join(VERL_AGENT_NAMES)}. Write yours (docs/agents.md).",
-            )
+            names = ", ".join(VERL_AGENT_NAMES)
+            draft.refuse(at, loop, f"no agent is called so here. Known: {names}. Write yours (docs/agents.md).")
             return
         draft.set(at, loop, "agent.name", VERL_AGENT_NAMES[loop])
     elif several or tools:
         draft.set(f"{T}enable", several, "agent.name", "tool")
     if draft.settings.get("agent.name") == "tool":
         if not tools and "data.by" not in draft.settings and not draft.problems:
-            draft.refuse(
-                f"{T}enable", several, "a run of many turns, and nothing says with which tools. Give the file of "
-                "multi_turn.tool_config_path too: arborl convert verl SCRIPT TOOLS.yaml"
-            )  # fmt: skip
-        _turns(draft)
+            file = "Give the file of multi_turn.tool_config_path too: arborl convert verl SCRIPT TOOLS.yaml"
+            draft.refuse(f"{T}enable", several, f"a run of many turns, and nothing says with which tools. {file}")
+        most = draft.known(f"{T}max_assistant_turns")
+        if isinstance(most, int) and most > 1:
+            draft.set(f"{T}max_assistant_turns", most, "agent.args.max_tool_rounds", most - 1)
+        _calls(draft)
     _tags(draft)
-
-
-def _turns(draft: Draft) -> None:
-    most = known(draft, f"{T}max_assistant_turns")
-    if isinstance(most, int) and most > 1:
-        draft.set(f"{T}max_assistant_turns", most, "agent.args.max_tool_rounds", most - 1)
-    _calls(draft)
 
 
 def _calls(draft: Draft) -> None:
     """Number of tool calls of one message that are executed; default: one."""
     key, why = f"{T}max_parallel_calls", "further calls get an error; in verl they get no result"
-    at_once = draft.source.get(key, 1)
-    if isinstance(at_once, int):
-        (draft.set if key in draft.source else draft.default)(key, at_once, "agent.args.max_calls", at_once, why)
+    if isinstance(at_once := draft.source.get(key, 1), int):
+        draft.say(key, at_once, "agent.args.max_calls", at_once, why)
 
 
 def _tags(draft: Draft) -> None:
@@ -119,10 +104,9 @@ def loop_class(draft: Draft, key: str, value: Any) -> None:
     name = key.removeprefix("agent_loops.").removesuffix("._target_")
     ours = LOOPS.get(str(value).rpartition(".")[2])
     if ours is None:
-        draft.refuse(
-            key, value, "a loop of verl's is no agent here. Write one (docs/agents.md: an async function of task, "
-            f"environment and model), take this key out, and name yours: data.agents.{name}=package.module:Class."
-        )  # fmt: skip
+        own = "Write one (docs/agents.md: an async function of task, environment and model), take this key out"
+        why = f"a loop of verl's is no agent here. {own}, and name yours: data.agents.{name}=package.module:Class."
+        draft.refuse(key, value, why)
     else:
         draft.set(key, value, f"data.agents.{name}", ours)
 
@@ -157,10 +141,8 @@ def _tools(draft: Draft) -> list[Any]:
     key = f"{T}tool_config_path"
     path, listed = draft.source.get(key), _listed(draft)
     if path is not None and not listed:
-        draft.refuse(
-            key, path, "the file is not near the script, so the tools are unknown. Add it: "
-            "arborl convert verl SCRIPT TOOLS.yaml"
-        )  # fmt: skip
+        advice = "Add it: arborl convert verl SCRIPT TOOLS.yaml"
+        draft.refuse(key, path, f"the file is not near the script, so the tools are unknown. {advice}")
         return []
     ours = []
     for tool in listed:
@@ -168,23 +150,23 @@ def _tools(draft: Draft) -> list[Any]:
         config = tool.get("config") if isinstance(tool.get("config"), Mapping) else {}
         if name in TOOLS:
             ours.append(TOOLS[name])
-            _settled(draft, f"{key}: {name}", TOOLS[name], _schema(tool), config)
+            _library_tool(draft, f"{key}: {name}", TOOLS[name], _schema(tool), config)
         elif tool.get("mcp") or (config or {}).get("type") == "mcp":
             ours += _servers(draft, key, tool)
         elif name == "SearchTool":
-            draft.refuse(
-                key, name, "a search service of its own. Here `search` and `retrieve` look into a corpus of yours: "
-                "take this tool out of the file, and write tools=[search] and agent.tool_args.search.corpus=FILE."
-            )  # fmt: skip
+            own = "take this tool out of the file, and write tools=[search] and agent.tool_args.search.corpus=FILE."
+            why = "a search service of its own. Here `search` and `retrieve` look into a corpus of yours"
+            draft.refuse(key, name, f"{why}: {own}")
         else:
-            draft.refuse(key, name, f"no such tool here. Take it out of the file. {OWN}")
+            own = "Write it as a function (docs/tools.md) and name it: tools=[package.module:function]."
+            draft.refuse(key, name, f"no such tool here. Take it out of the file. {own}")
     if ours:
         draft.set(key if path is not None else "tools", path, "tools", ours)
     return ours
 
 
-def _settled(draft: Draft, key: str, ours: str, schema: Mapping[str, Any], config: Any) -> None:
-    """A tool of the library in the place of theirs: what is the same about it, and what is not."""
+def _library_tool(draft: Draft, key: str, ours: str, schema: Mapping[str, Any], config: Any) -> None:
+    """A tool of the library in the place of theirs, with the differences."""
     if ours == "check":
         texts = {name: str(schema[name]) for name in ("name", "description") if schema.get(name)}
         draft.set(key, config, "agent.tool_args.check", texts, "it returns right or wrong; in verl a reward")
@@ -238,31 +220,23 @@ def _reward(draft: Draft) -> None:
         draft.set("custom_reward_function.path", path, "rewards", made_of, why)
         return
     key = "reward_model.reward_manager"
-    manager = known(draft, key)
-    made = [{"name": "data_source"}]
-    if manager not in MANAGERS:
-        draft.refuse(
-            key, manager, "no such manager of rewards here. Name a reward of yours: rewards=[package.module:function]."
-        )
-    elif key in draft.source:
-        draft.set(key, manager, "rewards", made)
+    if draft.known(key) not in MANAGERS:
+        draft.refuse(key, draft.known(key), NO_MANAGER)
     else:
-        draft.default(key, manager, "rewards", made)
+        draft.say(key, draft.known(key), "rewards", [{"name": "data_source"}])
 
 
 def manager(draft: Draft, key: str, value: Any) -> None:
     """The newer name of `reward_model.reward_manager`."""
     if value not in MANAGERS:
-        draft.refuse(
-            key, value, "no such manager of rewards here. Name a reward of yours: rewards=[package.module:function]."
-        )
+        draft.refuse(key, value, NO_MANAGER)
     else:
         draft.skip(key, value, "rewards are functions; see rewards")
 
 
 def reward_model(draft: Draft, key: str, value: Any) -> None:
     """A sequence classifier of one label that scores the conversation; rules are not used then."""
-    path = known(draft, "reward_model.model.path")
+    path = draft.known("reward_model.model.path")
     if not value:
         draft.skip(key, value, "rewards are functions")
     elif path is None:
@@ -281,14 +255,14 @@ def samples(draft: Draft, key: str, value: Any) -> None:
     how = draft.source.get(f"{T}downsample_mode", "last")
     if not isinstance(most, int) or most < 1:
         draft.skip(key, value, "all branches are trained, as here without learner.max_samples_per_trajectory")
-    elif draft.source.get("actor_rollout_ref.actor.policy_loss.loss_mode") == "gspo":
+    elif draft.source.get(f"{A}policy_loss.loss_mode") == "gspo":
         draft.drop(key, value, "the ratios of gspo are of whole episodes, of which all branches are trained")
     else:
-        ours = {"max_samples_per_trajectory": most, "downsample_mode": "last" if how == "last" else "random"}
-        for name, setting in ours.items():
-            draft.settings[f"learner.{name}"] = setting
-        name = key.rpartition(".")[2]
-        draft.set(key, value, f"learner.{name}", ours[name])
+        mode = "last" if how == "last" else "random"
+        ours = {"learner.max_samples_per_trajectory": most, "learner.downsample_mode": mode}
+        draft.settings |= ours
+        path = f"learner.{key.rpartition('.')[2]}"
+        draft.set(key, value, path, ours[path])
 
 
 def _statelm(draft: Draft) -> None:
@@ -297,12 +271,10 @@ def _statelm(draft: Draft) -> None:
     listed = [str(_schema(tool).get("name")) for tool in _listed(draft)]
     if listed:
         draft.set(key, draft.source.get(key), "agent.args.toolset", listed)
-    for theirs, ours in (("max_assistant_turns", "agent.args.max_assistant_turns"),
-                         ("min_assistant_turns", "agent.args.min_assistant_turns")):  # fmt: skip
-        if isinstance(most := draft.source.get(f"{T}{theirs}"), int):
-            draft.set(f"{T}{theirs}", most, ours, most)
-    turns = draft.settings.get("agent.args.max_assistant_turns", 32)
-    draft.settings["rollout.max_turns"] = max(int(turns), 32)
+    for name in ("max_assistant_turns", "min_assistant_turns"):
+        if isinstance(turns := draft.source.get(f"{T}{name}"), int):
+            draft.set(f"{T}{name}", turns, f"agent.args.{name}", turns)
+    draft.settings["rollout.max_turns"] = max(int(draft.settings.get("agent.args.max_assistant_turns", 32)), 32)
     _calls(draft)
     _statelm_reward(draft)
 
@@ -329,8 +301,3 @@ def _schema(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     schema = tool.get("tool_schema")
     function = schema.get("function") if isinstance(schema, Mapping) else None
     return function if isinstance(function, Mapping) else {}
-
-
-def one_call(draft: Draft, key: str, value: Any) -> None:
-    """StateLM's `single_turn_max_tokens`: what one call may sample."""
-    num("sampling.max_tokens")(draft, key, value)

@@ -74,6 +74,7 @@ class Conversation(TextGame):
     ):
         require(preset in PRESETS, f"preset={preset!r}: give one of {', '.join(PRESETS)}")
         require(order in ORDERS, f"order={order!r}: give one of {', '.join(ORDERS)}")
+        require(max_turns >= 1, f"max_turns={max_turns}: give at least 1")
         self.max_steps, self.format_penalty = max_turns, format_penalty
         self.check_limits()
         base = PRESETS[preset]

@@ -110,14 +110,17 @@ class StudyStorage:
         self.lock = FileLock(plan.folder / ".lock")
         self.worker_lock = self._lock_of(self.worker_id)
         with self.lock:
-            self._acquire(self.worker_lock)
+            try:
+                self.worker_lock.acquire(blocking=False)
+            except NotImplementedError as error:
+                raise ConfigError(
+                    f"{plan.folder}: this file system has no locks, which detect dead processes. "
+                    "Write --study FOLDER on another file system."
+                ) from error
             self.storage = _database(plan.folder / "study.db")
+            pruner = optuna.pruners.MedianPruner(MIN_FINISHED) if plan.pruning else optuna.pruners.NopPruner()
             self.study = optuna.create_study(
-                storage=self.storage,
-                study_name=NAME,
-                direction=plan.direction,
-                load_if_exists=True,
-                pruner=optuna.pruners.MedianPruner(MIN_FINISHED) if plan.pruning else optuna.pruners.NopPruner(),
+                storage=self.storage, study_name=NAME, direction=plan.direction, load_if_exists=True, pruner=pruner
             )
             if not self.study.get_trials(deepcopy=False):
                 self.study.enqueue_trial(plan.known, user_attrs={"default": True})
@@ -200,11 +203,7 @@ class StudyStorage:
                 self._lose(trial, DIED, again=True)
 
     def _lose(self, trial: optuna.trial.FrozenTrial, reason: str, again: bool) -> None:
-        """The trial does not count and is repeated.
-
-        Args:
-            again: whether a process died during this trial.
-        """
+        """The trial does not count and is repeated."""
         default = bool(trial.user_attrs.get("default"))
         self.study.enqueue_trial(dict(trial.params), user_attrs={"default": default, "again": again})
         self._fail(trial, reason, lost=True)
@@ -226,31 +225,15 @@ class StudyStorage:
         return [self._read(trial) for trial in found if trial.state.name != "WAITING"]
 
     def _read(self, trial: optuna.trial.FrozenTrial) -> Trial:
-        attributes, folder = trial.user_attrs, self.plan.trial_folder(trial.number)
-        default = bool(attributes.get("default"))
+        attributes = trial.user_attrs
         states: dict[str, TrialState] = {"COMPLETE": "done", "PRUNED": "pruned", "RUNNING": "running"}
-        return Trial(
-            trial.number,
-            dict(self.plan.default) if default else dict(trial.params),
-            states.get(trial.state.name, "lost" if attributes.get("lost") else "failed"),
-            trial.value if trial.state.name in ("COMPLETE", "PRUNED") else None,
-            attributes.get("reason", ""),
-            attributes.get("seconds", 0.0),
-            default,
-            str(folder.relative_to(self.plan.folder)) if folder.exists() else "",
-        )
+        state = states.get(trial.state.name, "lost" if attributes.get("lost") else "failed")
+        value = trial.value if state in ("done", "pruned") else None
+        outcome = TrialOutcome(state, value, attributes.get("reason", ""), attributes.get("seconds", 0.0))
+        return self.plan.trial(trial.number, trial.params, outcome, bool(attributes.get("default")))
 
     def _lock_of(self, owner: str) -> FileLock:
         return FileLock(self.plan.folder / "workers" / f"{owner}.lock")
-
-    def _acquire(self, lock: FileLock) -> None:
-        try:
-            lock.acquire(blocking=False)
-        except NotImplementedError as error:
-            raise ConfigError(
-                f"{self.plan.folder}: this file system has no locks, which detect dead processes. "
-                "Write --study FOLDER on another file system."
-            ) from error
 
 
 def _database(path: Path) -> optuna.storages.RDBStorage:

@@ -141,17 +141,9 @@ def _trial(plan: StudyPlan, number: int, result: Any, default: bool) -> Trial:
         state, reason = "failed", " ".join(str(result.error).split())[:500]
     elif state == "running":  # Ray stopped it
         state = "pruned"
-    folder = plan.trial_folder(number)
-    return Trial(
-        number,
-        dict(plan.default) if default else config,
-        state,
-        reported.get("value") if state in ("done", "pruned") else None,
-        reason,
-        round(reported.get("seconds") or reported.get("time_total_s", 0.0), 3),
-        default,
-        str(folder.relative_to(plan.folder)) if folder.exists() else "",
-    )
+    value = reported.get("value") if state in ("done", "pruned") else None
+    seconds = round(reported.get("seconds") or reported.get("time_total_s", 0.0), 3)
+    return plan.trial(number, config, TrialOutcome(state, value, reason, seconds), default)
 
 
 def _domain(domain: Domain) -> Any:

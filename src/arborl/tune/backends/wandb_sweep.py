@@ -19,11 +19,7 @@ PROJECT = "arborl-tune"
 
 
 class WandbBackend:
-    """A sweep in the project `$WANDB_PROJECT` (or `arborl-tune`), one trial after another.
-
-    Args:
-        service: replaces the package `wandb` in tests.
-    """
+    """A sweep in the project `$WANDB_PROJECT` (or `arborl-tune`), one trial after another."""
 
     def __init__(self, service: Any = None) -> None:
         if service is None:
@@ -83,14 +79,11 @@ class WandbReport:
 
 
 def _try(plan: StudyPlan, objective: Objective, number: int, params: dict[str, Any], say: Any) -> Trial:
-    folder = plan.trial_folder(number)
-    report = WandbReport(number, folder, say)
+    report = WandbReport(number, plan.trial_folder(number), say)
     outcome = asyncio.run(run_trial_once(objective, params, report, lambda: False))
     if say is not None and outcome.value is not None:
         say({"value": outcome.value})
-    where = str(folder.relative_to(plan.folder)) if folder.exists() else ""
-    shown = dict(plan.default) if number == 0 else params
-    return Trial(number, shown, outcome.state, outcome.value, outcome.reason, outcome.seconds, number == 0, where)
+    return plan.trial(number, params, outcome, number == 0)
 
 
 def sweep_of(plan: StudyPlan) -> dict[str, Any]:

@@ -9,11 +9,8 @@ On a host a cluster has one folder with a record, and one supervisor process wit
 supervisor is a child subreaper, so no process can escape; each process also has the record's id in its environment, for
 the case that the supervisor was killed.
 
-    replies.py         Lines to the caller; refused requests
-    cluster_folder.py  The cluster's folder and its record
+    cluster_folder.py  Replies to the caller; the cluster's folder and its record
     supervisor.py      The supervisor process
-    log_files.py       Log files and their new lines
-    dashboard.py       Nodes and jobs, by Ray's dashboard on the head
-    host_commands.py   Inspection of a host, start and stop of Ray
-    requests.py        Table of requests
+    dashboard.py       Nodes and jobs, by Ray's dashboard on the head; log files
+    host_commands.py   Inspection of a host, start and stop of Ray; table of requests
 """

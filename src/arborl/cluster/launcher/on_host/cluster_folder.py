@@ -1,26 +1,43 @@
-"""The cluster's folder on a host, and the record in it."""
+"""Replies to the caller; the cluster's folder on a host, and the record in it."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
+import select
 import stat
+import sys
 import time
-
-from .replies import RequestRefused
 
 ENDED = "arborl:"
 """Prefix of the supervisor's lines in Ray's log."""
+MARK = "\x1e"
+"""First character of every reply."""
+
+
+class RequestRefused(Exception):
+    """The request cannot be fulfilled; the text is for the user."""
+
+
+def send(**what):
+    sys.stdout.write(MARK + json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+def pause(seconds):
+    """Wait; exit if the caller is gone, which closes standard input."""
+    ready, _, _ = select.select([0], [], [], seconds)
+    if ready and not os.read(0, 1):
+        sys.exit(0)
 
 
 class ClusterFolder:
-    """The cluster's folder on this host."""
-
     def __init__(self, request):
         self.path, self.cluster = request["folder"], request["cluster"]
         self.record_file = os.path.join(self.path, "record.json")
         self.log = os.path.join(self.path, "ray.log")
+        self.ray_logs = os.path.join(self.path, "r", "session_latest", "logs")
 
     def record(self):
         """The record; empty if the cluster has nothing on this host."""
@@ -72,7 +89,6 @@ class ClusterFolder:
             time.sleep(0.1)
 
     def ended(self):
-        """Why Ray ended."""
         lines = [line for line in last_lines(self.log, 50) if line.startswith(ENDED)]
         return lines[-1][len(ENDED) + 1 :] if lines else "Its processes were killed, or the host was."
 

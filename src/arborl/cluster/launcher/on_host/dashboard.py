@@ -1,8 +1,9 @@
-"""Nodes and jobs, by Ray's dashboard on the head."""
+"""Nodes and jobs, by Ray's dashboard on the head; log files and their new lines."""
 
 from __future__ import annotations
 
 import base64
+import glob
 import hashlib
 import json
 import os
@@ -10,9 +11,7 @@ import time
 import urllib.error
 import urllib.request
 
-from .cluster_folder import ClusterFolder
-from .log_files import LogFollower
-from .replies import RequestRefused, pause, send
+from .cluster_folder import ClusterFolder, RequestRefused, last_lines, pause, send
 from .supervisor import alive
 
 OVER = ("SUCCEEDED", "FAILED", "STOPPED")
@@ -112,7 +111,7 @@ def submit(request):
 
 def follow_job(request, record):
     """Output and exit code of a job; its log file is on the head."""
-    file = LogFollower(job_log(ClusterFolder(request), request["job"]), None)
+    file = LogFollower(os.path.join(ClusterFolder(request).ray_logs, f"job-driver-{request['job']}.log"), None)
     while True:
         about = json.loads(call(record, f"/api/jobs/{request['job']}"))
         for line in file.more():
@@ -132,5 +131,47 @@ def stop_job(request):
     return {}
 
 
-def job_log(folder, job):
-    return os.path.join(folder.path, "r", "session_latest", "logs", f"job-driver-{job}.log")
+class LogFollower:
+    """Reads the last lines of a file (None: all), then new ones."""
+
+    def __init__(self, path, lines):
+        self.path, self.rest, self.at = path, b"", 0
+        self.first = [] if lines is None else last_lines(path, lines)
+        if lines is not None and os.path.exists(path):
+            self.at = os.path.getsize(path)
+
+    def more(self, final=False):
+        first, self.first = self.first, []
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.at)
+                added = file.read()
+                self.at += len(added)
+        except FileNotFoundError:
+            added = b""
+        *whole, self.rest = (self.rest + added).split(b"\n")
+        if final and self.rest:
+            whole, self.rest = [*whole, self.rest], b""
+        return first + [line.decode(errors="replace") for line in whole]
+
+
+def logs(request):
+    """The last lines of files; with `follow`, new lines too."""
+    folder = ClusterFolder(request)
+    if not folder.record():
+        raise RequestRefused("the cluster has no files on this host.")
+    there = folder.ray_logs
+    followed = {}
+    while True:
+        wanted = [folder.log] if any(pattern in ("*", "ray.log") for pattern in request["files"]) else []
+        for pattern in request["files"]:
+            wanted += sorted(glob.glob(os.path.join(glob.escape(there), pattern)))
+        for path in wanted:
+            if path not in followed and os.path.isfile(path):
+                followed[path] = LogFollower(path, request["lines"])
+        for path, file in followed.items():
+            for line in file.more(final=not request["follow"]):
+                send(file=os.path.basename(path), line=line)
+        if not request["follow"]:
+            return {"files": sorted(map(os.path.basename, followed)), "there": sorted(os.listdir(there))}
+        pause(0.5)

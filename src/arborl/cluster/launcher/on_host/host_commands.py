@@ -1,4 +1,4 @@
-"""Inspection of a host, start and stop of Ray."""
+"""Inspection of a host, start and stop of Ray; table of requests."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import subprocess
 import sys
 import time
 
-from .cluster_folder import ClusterFolder
-from .dashboard import dashboard_answers
-from .replies import RequestRefused, pause, send
+from .cluster_folder import ClusterFolder, RequestRefused, pause, send
+from .dashboard import dashboard_answers, logs, nodes, stop_job, submit
 from .supervisor import GRACE, VARIABLE, alive, descendants, processes_with_id, send_signal, start_time, supervise
 
 COMPARED = ("ray", "arborl", "torch", "transformers", "numpy")
@@ -60,7 +59,6 @@ def count_gpus():
 
 
 def host_address(request):
-    """This host's address within the cluster."""
     if request.get("ip"):
         return request["ip"]
     if request["role"] == "worker":
@@ -206,7 +204,6 @@ def await_ready(folder, until, seconds):
 
 
 def stop(request):
-    """End Ray on this host and remove the cluster's folder."""
     folder = ClusterFolder(request)
     if not folder.record():
         if os.path.isdir(folder.path):
@@ -244,7 +241,7 @@ def remove_cluster(folder, record, logs):
         kept = os.path.join(os.path.expanduser(logs), time.strftime("%Y%m%d-%H%M%S-") + os.path.basename(folder.path))
         try:
             os.makedirs(kept, mode=0o700)
-            for path in (folder.log, os.path.join(folder.path, "r", "session_latest", "logs")):
+            for path in (folder.log, folder.ray_logs):
                 if os.path.isdir(path):
                     shutil.copytree(path, os.path.join(kept, "ray"), symlinks=True, ignore_dangling_symlinks=True)
                 elif os.path.exists(path):
@@ -254,3 +251,21 @@ def remove_cluster(folder, record, logs):
     shutil.rmtree(folder.path, ignore_errors=True)
     if os.path.exists(folder.path):
         shutil.rmtree(folder.path)  # again, with an error message
+
+
+VERBS = {
+    "look": inspect, "start": start, "stop": stop, "nodes": nodes, "submit": submit, "stop_job": stop_job, "logs": logs,
+}  # fmt: skip
+
+
+def main(request):
+    try:
+        send(answer=VERBS[request["verb"]](request))
+    except RequestRefused as error:
+        send(refused=str(error))
+    except BrokenPipeError:
+        os._exit(1)
+    except OSError as error:
+        send(refused=f"{error.filename or request['verb']}: {error.strerror or error}.")
+    except Exception as error:  # a defect, or an unknown answer of Ray
+        send(refused=f"{request['verb']}: {type(error).__name__}: {error}")

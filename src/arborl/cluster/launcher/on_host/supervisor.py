@@ -34,7 +34,6 @@ def alive(record):
 
 
 def descendants(pid):
-    """All descendants of a process."""
     parents = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
