@@ -17,7 +17,9 @@ from typer.testing import CliRunner, Result
 
 from arborl.cli.main import app
 from arborl.config import RunConfig
+from arborl.config.algorithm_config import AlgorithmArgs
 from arborl.config.config_base import Config
+from arborl.config.engine_config import EngineArgs
 from arborl.config.load_config import load
 from arborl.diagnosis import examine_run
 from arborl.diagnosis.episode_rules import EPISODE_RULES
