@@ -97,5 +97,5 @@ def test_only_the_newest_weights_stay_and_the_folder_stays_held(seedling, tmp_pa
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(EngineError, match=r"engine\.weights_dir=.*file.*cannot be written"):
+    with pytest.raises(EngineError, match=r"engine\.args\.weights_dir=.*file.*cannot be written"):
         WeightFiles(None, tmp_path / "file")  # type: ignore[arg-type]

@@ -134,7 +134,7 @@ def test_evaluation_draws_as_it_is_told_and_else_as_training_does(rows):
         asyncio.run(evaluator.play(evaluator.config.temperature))
         drawn = dataclasses.replace(evaluator.rollout.sampling, **seen[0])
         assert (drawn.temperature, drawn.top_k, drawn.top_p, drawn.min_p, drawn.max_tokens) == expected
-    with pytest.raises(ConfigError, match=r"evaluation\.max_tokens=2000"):
+    with pytest.raises(ConfigError, match=r"evaluation\.sampling\.max_tokens=2000"):
         load(None, ["evaluation.sampling.max_tokens=2000"])
 
 
