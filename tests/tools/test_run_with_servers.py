@@ -113,7 +113,7 @@ def test_a_run_uses_a_tool_server_and_mcp_servers_that_only_its_file_names(tmp_p
     def kill() -> None:
         first_step(tmp_path)
         far.kill()
-        for pid in marked(str(program)) - {web.process.pid} - marked("guard.py"):
+        for pid in marked(str(program)) - {web.process.pid} - marked("child_process.py"):
             os.kill(pid, signal.SIGKILL)
         far.start()
 
