@@ -137,6 +137,7 @@ def test_draining_waits_for_those_who_are_in_and_lets_nobody_else_in():
 def test_an_engine_that_fails_again_and_again_is_left_alone_for_a_while(opened):
     from arborl.errors import EngineError
     from arborl.serve.speaker import Speaker
+    from arborl.tools.breaker import Breaker
 
     class Fails:
         follows_weights, streams = True, True
@@ -151,6 +152,7 @@ def test_an_engine_that_fails_again_and_again_is_left_alone_for_a_while(opened):
 
     engine = Fails()
     broken = Speaker(engine, opened.speaker.renderer, opened.speaker.vocabulary, "seedling", 64)
+    broken.breaker = Breaker(pause=60.0, longest=60.0)  # a slow machine must not reach the next try
 
     async def many():
         async with client_of(opened, speaker=broken) as client:

@@ -33,6 +33,8 @@ LONGEST_PATH = 100
 """Bytes of a Unix socket's path; Linux takes 107."""
 HANDSHAKE = 10.0
 """Seconds that a client has to prove that it holds the secret."""
+CONNECT_SECONDS = 30.0
+"""How long a rank tries to connect while other connections keep the server busy."""
 PENDING = 256
 """Clients that may be about to prove it; further ones are turned away, and ranks try again."""
 GRACE = 2.0
@@ -306,7 +308,7 @@ def connect(info: JoinInfo) -> Connection:
         made = socket.create_connection((host, int(port)), UNREACHABLE_MS / 1000)
         made.settimeout(None)
         watch_peer(made)
-    limit_waits(made, HANDSHAKE)
+    limit_waits(made, CONNECT_SECONDS)
     line = Connection(made.detach())
     theirs, ours = line.recv_bytes(NONCE), secrets.token_bytes(NONCE)
     line.send_bytes(ours + seal(info.secret, "client", theirs, ours))
@@ -319,7 +321,7 @@ def connect(info: JoinInfo) -> Connection:
 
 def connect_patiently(info: JoinInfo) -> Connection:
     """As `connect`, again for a while where the server has too many clients."""
-    until = time.monotonic() + HANDSHAKE
+    until = time.monotonic() + CONNECT_SECONDS
     while True:
         try:
             return connect(info)
