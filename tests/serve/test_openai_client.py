@@ -104,7 +104,13 @@ def test_completions_take_text_or_ids_and_tell_ids(client):
     text = client.completions.create(model="seedling", prompt="Hello", max_tokens=4, seed=1, echo=True)
     assert text.choices[0].text.startswith("Hello")
     ids = client.completions.create(
-        model="seedling", prompt=[[5, 6, 7], [8, 9]], max_tokens=4, logprobs=2, extra_body={"return_token_ids": True}
+        model="seedling",
+        prompt=[[5, 6, 7], [8, 9]],
+        max_tokens=4,
+        seed=1,
+        temperature=0,
+        logprobs=2,
+        extra_body={"return_token_ids": True},
     )
     assert [choice.prompt_token_ids for choice in ids.choices] == [[5, 6, 7], [8, 9]]
     assert all(len(choice.token_ids) == 4 for choice in ids.choices)

@@ -49,7 +49,7 @@ def test_a_server_with_other_numbers_than_one_that_was_killed_takes_its_own(open
     assert list(folder.iterdir())
 
     async def some():
-        async with client_of(opened, keys=["sk-aaaa"], bounds=Bounds(per_minute=60, burst=3)) as client:
+        async with client_of(opened, keys=["sk-aaaa"], bounds=Bounds(per_minute=1, burst=3)) as client:
             return [(await asked(client)).status_code for _ in range(4)], (await client.get("/ready")).status_code
 
     assert asyncio.run(some()) == ([200, 200, 200, 429], 200)
