@@ -99,13 +99,13 @@ def test_one_key_over_its_rate_waits_and_another_does_not(opened, tmp_path, monk
     monkeypatch.setattr("arborl.tools.limit.default_folder", lambda: tmp_path)
 
     async def some():
-        async with client_of(opened, keys=["sk-aaaa", "sk-bbbb"], bounds=Bounds(per_minute=6, burst=2)) as client:
+        async with client_of(opened, keys=["sk-aaaa", "sk-bbbb"], bounds=Bounds(per_minute=1, burst=2)) as client:
             mine = [await asked(client, authorization="Bearer sk-aaaa") for _ in range(3)]
             return [*mine, await asked(client, authorization="Bearer sk-bbbb")]
 
     answers = asyncio.run(some())
     assert [answer.status_code for answer in answers] == [200, 200, 429, 200]
-    assert int(answers[2].headers["retry-after"]) == 10
+    assert int(answers[2].headers["retry-after"]) in range(1, 61)
 
 
 def test_more_at_once_than_there_is_room_for_are_told_to_come_back(opened):
