@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.algorithms import ADVANTAGES, Recipe
-from arborl.algorithms.episode_advantages import gdpo, grpo, maxrl, opo, reinforce, remax, rloo, split_shares
+from arborl.algorithms.episode_advantages import gdpo, grpo, maxrl, opo, rae, reinforce, remax, rloo, split_shares
 from arborl.algorithms.loss_table import by_episode, by_length, by_token
 from arborl.config.algorithm_config import GROUP_ADVANTAGES, AlgorithmConfig
 from arborl.rollout.token_trees import build_token_trees
@@ -252,3 +252,23 @@ def test_an_empty_batch_and_one_token_are_whitened_to_nothing():
         config = AlgorithmConfig(advantage="reinforce", loss="pg", whiten=how)
         assert Recipe(config).credit([], terms_of([])).advantage.tolist() == []
         assert Recipe(config).credit(one, terms_of(one)).advantage.tolist() == [0.0]
+
+
+def test_rae_does_not_depend_on_the_order_of_episodes():
+    one, _ = rae([np.array([1.0, 0.0, 5.0])], ["a"], {"a": 0.3})
+    other, _ = rae([np.array([5.0, 1.0, 0.0])], ["a"], {"a": 0.3})
+    assert sorted(one[0]) == pytest.approx(sorted(other[0]))
+
+
+@pytest.mark.parametrize("std", ["none", "group", "batch"])
+@given(reward=REWARD, size=st.integers(1, 6), other=st.lists(REWARD, min_size=2, max_size=5))
+def test_a_group_of_one_and_a_flat_group_have_advantage_exactly_zero(std, reward, size, other):
+    one, flat, _ = grpo([np.array([reward]), np.full(size, reward), np.array(other)], std=std)
+    assert one.tolist() == [0.0]
+    assert flat.tolist() == [0.0] * size
+
+
+@given(st.lists(REWARD, min_size=2, max_size=8))
+def test_advantages_of_a_group_add_up_to_nothing(rewards):
+    for rule in (grpo, rloo):
+        assert rule([np.array(rewards)])[0].sum() == pytest.approx(0.0, abs=1e-9)

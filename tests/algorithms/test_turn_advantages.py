@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from arborl.algorithms import Recipe
 from arborl.algorithms.reward_arrays import cut_rows, turn_rewards
-from arborl.algorithms.turn_advantages import gae, gigpo, reinforce_plus_plus
+from arborl.algorithms.turn_advantages import discounted, gae, gigpo, reinforce_plus_plus
 from arborl.config.algorithm_config import AlgorithmConfig
 from arborl.config.load_config import load
 from arborl.rewards import Rewards
@@ -314,3 +314,9 @@ def test_failed_and_silent_episodes_have_nothing_to_go_on_from():
     terms = terms_of(groups)
     assert cut_rows(groups, terms).tolist() == [2, 4]
     assert cut_rows([], terms_of([])).tolist() == []
+
+
+@given(NUMBERS, st.floats(0, 1))
+def test_discounted_returns_equal_the_double_sum(rewards, gamma):
+    expected = [sum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))]
+    assert discounted(np.array(rewards), gamma) == pytest.approx(expected, abs=1e-6)

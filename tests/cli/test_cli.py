@@ -354,3 +354,30 @@ def test_print_reports_unknown_parts_and_arguments(api: FakeApi, settings: list[
 def test_print_builds_no_search_index(api: FakeApi, here: Path) -> None:
     result = call("train", "--print", "agent=tool", "tools=[search]", "agent.tool_args.search.corpus=not-there.jsonl")
     assert result.exit_code == 0, result.output
+
+
+def test_resume_loads_the_configuration_of_the_run_with_overrides(api: FakeApi, here: Path) -> None:
+    make_run(here / "x", seed=5, agent="tool", tools=["calculator"])
+    assert call("train", "--resume", "latest", "output_dir=x", "trainer.steps=9").exit_code == 0
+    config, resume, _ = api.calls[0]
+    assert (config.seed, config.trainer.steps, config.output_dir, resume) == (5, 9, Path("x"), "latest")
+    assert [tool.name for tool in config.tools] == ["calculator"]
+
+
+def test_resume_from_a_path_finds_the_run_it_lies_in(api: FakeApi, here: Path) -> None:
+    run = make_run(here / "x", seed=5)
+    checkpoint = str(run / "checkpoints" / "step-000002")
+    assert call("train", "--resume", checkpoint).exit_code == 0
+    assert call("train", "--resume", "x").exit_code == 0
+    assert [(config.output_dir, resume) for config, resume, _ in api.calls] == [
+        (run, checkpoint),
+        (Path("x"), "latest"),
+    ]
+
+
+def test_resume_with_a_file_takes_the_file(api: FakeApi, here: Path) -> None:
+    make_run(here / "runs" / "maze-001", seed=5)
+    (here / "run.yaml").write_text("name: maze\nseed: 6\n")
+    assert call("train", "run.yaml", "--resume", "latest").exit_code == 0
+    config, _, _ = api.calls[0]
+    assert (config.seed, config.output_dir) == (6, Path("runs/maze-001"))

@@ -175,3 +175,48 @@ def test_on_slippery_ice_the_oracle_prefers_the_safe_move_and_beats_the_shortest
         return won / 150
 
     assert success(shortest=False) > success(shortest=True) + 0.1
+
+
+def test_training_never_draws_a_held_out_map():
+    train = {draw_map(seed, "train", 3, 0.8, 10) for seed in range(1500)}
+    held_out = {draw_map(seed, "held_out", 3, 0.8, 10) for seed in range(300)}
+    assert len(train) > 300
+    assert len(held_out) > 50
+    assert train.isdisjoint(held_out)
+
+
+@given(seeds, sizes, splits)
+def test_the_same_seed_gives_the_same_map_also_without_the_cache(seed, size, split):
+    first = draw_map(seed, split, size, 0.8, 12)
+    assert first == draw_map.__wrapped__(seed, split, size, 0.8, 12)
+
+
+@given(seeds, seeds, sizes)
+def test_all_attempts_of_a_task_begin_alike(seed, chance, size):
+    env = FrozenLake(size=size, slippery=True)
+    assert asyncio.run(env.reset(task(seed), chance)) == asyncio.run(env.reset(task(seed), chance + 1))
+
+
+@given(seeds, sizes, st.booleans(), st.randoms(use_true_random=False))
+def test_random_legal_moves_are_always_valid(seed, size, slippery, random):
+    env = FrozenLake(size=size, slippery=slippery)
+    _, steps = asyncio.run(play(env, task(seed), seed, lambda env: random.choice(env.actions())))
+    metrics = env.metrics()
+    assert metrics["valid"] == 1.0
+    assert all(step.info["valid"] == 1.0 and step.reward in (0.0, 1.0) for step in steps)
+    assert 0 <= metrics["effective"] <= 1
+    assert metrics["success"] == sum(step.reward for step in steps)
+    assert len(steps) <= env.max_steps
+    assert not (steps[-1].terminated and steps[-1].truncated)
+    last = env.render()
+    assert steps[-1].terminated == ("X" in last or "√" in last)
+
+
+@given(seeds, seeds, st.lists(st.sampled_from(list(MOVES)), min_size=10, max_size=10))
+def test_a_slippery_episode_replays_from_its_seed(seed, chance, moves):
+    def replay():
+        left = iter(moves)
+        env = FrozenLake(slippery=True)
+        return asyncio.run(play(env, task(seed), chance, lambda env: f"<answer>{next(left)}</answer>"))
+
+    assert replay() == replay()

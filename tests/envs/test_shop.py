@@ -273,3 +273,17 @@ def test_a_hundred_thousand_products_can_be_searched_and_bought():
         return env.metrics()["success"]
 
     assert sum(asyncio.run(play(seed)) for seed in range(100)) >= 99
+
+
+def test_a_catalogue_is_decided_by_its_size_and_seed():
+    first, again, other = GeneratedProducts(500, 1), GeneratedProducts(500, 1), GeneratedProducts(500, 2)
+    assert list(first) == list(again)
+    assert list(first) != list(other)
+    assert len({product.id for product in first}) == 500
+
+
+def test_the_step_limit_truncates():
+    env = Shop(max_steps=2)
+    steps = say(env, "search[shirt]", "click[Back to Search]")
+    assert [step.truncated for step in steps] == [False, True]
+    assert env.metrics()["bought"] == 0.0

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from arborl.envs.games.sokoban import Sokoban
 from arborl.envs.games.sokoban_levels import (
     MOVES,
+    BoardState,
+    Level,
     SolverLimitExceeded,
     apply_move,
     draw_level,
@@ -196,3 +198,27 @@ def test_a_level_that_cannot_be_played_is_refused_with_its_place(text, says, tmp
 def test_too_many_boxes_for_the_room_are_an_error_and_not_a_hang():
     with pytest.raises(ValueError, match="no level of split 'train'"):
         draw_level(0, "train", 5, 6, 0.1, 5, 12)
+
+
+@given(seeds)
+@settings(max_examples=15)
+def test_large_levels_with_two_boxes_are_solved_too(seed):
+    level, state = draw_level(seed, "train", 10, 2, 0.15, 16, 50)
+    assert played(level, state, solve(level, state)).solved(level)
+
+
+@given(seeds, st.lists(st.sampled_from(list(MOVES)), max_size=30))
+@settings(max_examples=40)
+def test_nothing_is_made_or_lost_and_nobody_stands_in_a_wall(seed, moves):
+    level, state = draw_level(seed, "train", 8, 2, 0.15, 8, 60)
+    after = played(level, state, moves)
+    assert len(after.boxes) == 2
+    assert after.player not in level.walls | after.boxes
+    assert not after.boxes & level.walls
+
+
+def test_a_level_is_what_it_says():
+    level, state = parse_board("#####\n#@$.#\n#####")
+    assert level == Level(3, 5, level.walls, frozenset({8}))
+    assert state == BoardState(6, frozenset({7}))
+    assert len(level.walls) == 12

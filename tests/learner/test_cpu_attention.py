@@ -179,3 +179,7 @@ def test_without_a_compiler_trees_are_attended_with_torch(monkeypatch, caplog):
         "dense"
     )  # requested by name: the warning gives the reason
     assert "no C compiler" in caplog.text
+
+
+def test_a_window_shorter_than_a_chunk_of_keys_leaves_the_rest_out():
+    agree(forest(bush(700, 3, 90)), 4, 2, 16, AttentionLimits(40))

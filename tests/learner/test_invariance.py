@@ -133,3 +133,13 @@ def test_in_float32_they_agree_to_its_precision(tiny_llama, seed, budget, attent
         gradients(learner_of(model, algorithm, budget, attention=attention, recompute=recompute), groups, algorithm),
         tolerance=1e-5,
     )
+
+
+def test_a_separate_critic_gives_the_same_under_any_split(tiny_llama):
+    groups, algorithm = random_groups(3), Fake("value")
+    whole, parts = (
+        gradients(learner_of(tiny_llama, algorithm, budget, critic="separate"), groups, algorithm)
+        for budget in (10_000, 12)
+    )
+    assert_same(whole, parts)
+    assert any(float(g.abs().max()) > 0 for g in whole[1][-20:-2])  # its own trunk is reached

@@ -123,7 +123,7 @@ def assert_learned_as_without(model, learned, groups, number: int, algorithm) ->
 
 
 @pytest.mark.parametrize("column", ["advantage", "weight", "logprob"])
-@pytest.mark.parametrize("poison", [np.nan, -np.inf])
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_a_group_with_a_non_finite_number_is_dropped_and_its_episode_named(model, caplog, column, poison):
     groups, algorithm = random_groups(1), Fake()
     forest, terms = batch_of(groups, algorithm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from itertools import pairwise
 
 import pytest
 import torch
@@ -221,3 +222,23 @@ def test_a_learner_goes_by_the_plan(tiny_llama):
     assert learner.path_selector.recompute is plan.recompute is True
     forest, terms = batch_of(random_groups(0), algorithm)
     assert learner.update(forest.trees, terms, algorithm)["learner/steps"] == 1.0
+
+
+def test_with_less_memory_a_plan_takes_less_of_it_in_an_order_that_costs_little():
+    found = [planner(limit).plan() for limit in (190, 125, 115, 105, 95)]
+    totals = [plan.forecast.total for plan in found]
+    assert totals == sorted(totals, reverse=True)
+    assert found[0].recompute is False
+    assert found[-1].recompute is True
+    for before, after in pairwise(found):
+        assert (after.recompute, -after.tokens) >= (before.recompute, -before.tokens)
+
+
+def test_a_body_of_4b_trains_within_100_gib_and_with_offload_within_60():
+    plain = planner(100).plan()
+    assert plain.fits
+    assert plain.kv_tokens >= 65_536
+    away = planner(60, offload="optimizer").plan()
+    assert away.fits
+    assert planner(45, offload="all").plan().fits
+    assert not planner(45).plan().fits

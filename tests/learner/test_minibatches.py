@@ -42,7 +42,7 @@ def steps_of(model, groups: list[Group], settings: dict, minibatches: int) -> li
     return taken
 
 
-@pytest.mark.parametrize("minibatches", [2, 7])
+@pytest.mark.parametrize("minibatches", [2, 3, 7])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_each_step_has_the_gradient_its_groups_would_have_alone(tiny_llama, name, minibatches):
     groups = random_groups(5, groups=5)
@@ -71,3 +71,12 @@ def test_a_linear_decay_follows_the_run_however_many_updates_are_skipped(tiny_ll
         places = [6 * step + place for place in (0, 1, 3, 4)]
         expected = None if step in skipped else np.mean([1e-3 * (1 - place / 24) for place in places])
         assert rate == (None if expected is None else pytest.approx(expected))
+
+
+def test_more_minibatches_than_groups_do_not_make_gradients_larger(tiny_llama):
+    groups = [random_groups(5, groups=1)[0], random_groups(6, groups=1)[0]]
+    norms = {}
+    for minibatches in (2, 4):
+        taken = steps_of(tiny_llama, groups, {}, minibatches)
+        norms[minibatches] = [float(torch.cat([g.reshape(-1) for g in step]).norm()) for step in taken]
+    assert norms[4] == pytest.approx(norms[2])

@@ -13,6 +13,7 @@ from learner_fakes import forest_of, random_groups
 from arborl.learner.core import packing
 from arborl.learner.core.packing import (
     ForwardCosts,
+    branch_starts,
     has_split_tree,
     prune_tree,
     rows_are_cheaper,
@@ -146,3 +147,10 @@ def test_a_pruned_tree_holds_what_some_places_see_and_they_see_the_same(seed):
             seen = [tree.tokens[k] for k in range(before + 1) if before < tree.end[k]]
             assert seen == [part.tokens[k] for k in range(now + 1) if now < part.end[k]]
             assert part.depth[now] == tree.depth[before]
+
+
+def test_a_tree_within_the_budget_is_not_cut():
+    tree, _ = tree_of_sequences([[1, 2, 3, 4], [1, 2, 5]])
+    assert segment_starts(tree, 5).tolist() == [0]
+    assert segment_starts(tree, 4).tolist() == [0, 4]
+    assert branch_starts(tree).tolist() == [0, 4]

@@ -21,12 +21,14 @@ from arborl.learner.attention.path_selection import (
     PathSelector,
     hidden_states,
     path_error,
+    sample_micro_batch,
 )
 from arborl.learner.attention.tree_attention import DenseAttention
-from arborl.learner.core.packing import split
+from arborl.learner.core.packing import branch_starts, split
 from arborl.models.fast_forward import has_fast_forward
 from arborl.models.fused_linear import FUSED_ATTRIBUTE
 from arborl.models.model_loading import compute_device, set_compute_device
+from arborl.types import TokenTree
 
 
 @pytest.fixture
@@ -168,3 +170,10 @@ def test_paths_are_selected_for_the_precision_of_a_sharded_model():
     set_compute_device(model, compute_device(model))
     model.float()
     assert not supports_cpu_attention(model)
+
+
+@pytest.mark.parametrize("chain", [True, False])
+def test_the_sample_is_a_tree_that_branches_twice_or_a_chain(model, chain):
+    batch = sample_micro_batch(model, chain, 40)
+    assert batch.is_unbranched == chain
+    assert len(branch_starts(TokenTree(batch.tokens, batch.depth, batch.end))) == (1 if chain else 4)

@@ -45,8 +45,8 @@ def test_what_is_written_is_the_moment_of_the_snapshot_though_the_learner_goes_o
         step(learner, algorithm, seed)
     then = copy.deepcopy(checkpoint_tensors(learner))
     snapshot = learner.snapshot()
-    writing = threading.Thread(target=lambda: [snapshot.write(tmp_path / str(n)) for n in range(2)])
-    for n in range(2):
+    writing = threading.Thread(target=lambda: [snapshot.write(tmp_path / str(n)) for n in range(5)])
+    for n in range(5):
         (tmp_path / str(n)).mkdir()
     writing.start()
     for seed in range(2, 5):
@@ -56,7 +56,7 @@ def test_what_is_written_is_the_moment_of_the_snapshot_though_the_learner_goes_o
     now = leaves(checkpoint_tensors(learner)["state"]["optimizer"])
     before = leaves(then["state"]["optimizer"])
     assert not all(torch.equal(now[name], before[name]) for name in before)  # it has really moved
-    for n in range(2):
+    for n in range(5):
         resumed, _ = learner_of(copy.deepcopy(start), kind, critic=critic)
         resumed.load(tmp_path / str(n))
         assert_equal(checkpoint_tensors(resumed), then)
@@ -130,3 +130,12 @@ def test_a_checkpoint_of_adapters_holds_and_copies_them_alone(tiny_llama, tmp_pa
     learner.save(tmp_path)
     adapters = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     assert sum(learner.copier.sizes) < 3 * adapters + 1000  # the present ones and the reference's
+
+
+def test_numbers_that_are_no_tensors_are_taken_by_value_too():
+    state = {"done": 3, "scale": {"value": [1.0]}, "list": [torch.ones(2)]}
+    copied = HostCopier(CPU).copy(state).tree
+    state["scale"]["value"][0], state["list"][0][0], state["done"] = 2.0, 5.0, 4
+    assert copied["scale"] == {"value": [1.0]}
+    assert copied["done"] == 3
+    assert copied["list"][0].tolist() == [1.0, 1.0]

@@ -20,7 +20,7 @@ from arborl.learner.distributed.launch import check_ranks
 from arborl.learner.distributed.learner_group import LearnerGroup
 from arborl.learner.distributed.rank_group import close_connections_to
 from arborl.learner.distributed.rank_worker import LearnerSpec
-from arborl.learner.distributed.rendezvous import Rendezvous
+from arborl.learner.distributed.rendezvous import Rendezvous, check_versions
 
 CONFIG = LearnerConfig(lr=3e-5, decay="none", micro_batch_tokens=40)
 NEEDS = Fake("value").needs
@@ -208,3 +208,10 @@ def test_who_waits_for_a_host_that_is_lost_is_let_go():
 def test_more_ranks_than_cores_cause_a_warning(caplog):
     check_ranks(CONFIG.model_copy(update={"strategy": "ddp", "ranks": 4_000}), "cpu")
     assert "learner.ranks=4000" in caplog.text
+
+
+def test_ranks_of_different_versions_are_refused():
+    here = {"arborl": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "host": "a"}
+    check_versions([here, here | {"host": "b"}])
+    with pytest.raises(ConfigError, match=r"rank 1 on b runs torch 2.11.0, and rank 0 on a runs 2.13.0"):
+        check_versions([here, here | {"host": "b", "torch": "2.11.0"}])

@@ -18,6 +18,7 @@ from arborl.config.run_config import LearnerConfig, LoraConfig
 from arborl.engines.local import LocalEngine
 from arborl.errors import ConfigError
 from arborl.learner.core.learner import Learner
+from arborl.models.fast_forward import fast_hidden_states, has_fast_forward
 from arborl.models.lora import adapter_copy, add_lora, dropout_on, export_merged, has_lora, load_4bit, with_adapter
 from arborl.models.model_loading import load_model, resolve
 from arborl.rollout.token_trees import build_token_trees
@@ -288,3 +289,14 @@ def test_a_missing_package_is_named_with_what_to_write_instead(plain, monkeypatc
 def test_four_bits_without_adapters_are_refused():
     with pytest.raises(ConfigError, match=r"model\.lora\.rank"):
         load(None, ["model.quantize=4bit"])
+
+
+def test_the_lean_forward_goes_through_the_adapters(adapted, plain):
+    from arborl.models.attention import CausalAttention
+
+    assert has_fast_forward(adapted)
+    tokens, positions = IDS[0], torch.arange(IDS.shape[1])
+    with torch.no_grad():
+        new, old = (fast_hidden_states(model, tokens, positions, CausalAttention()) for model in (adapted, plain))
+    torch.testing.assert_close(adapted.lm_head(new)[None], logits(adapted, IDS), rtol=1e-4, atol=1e-4)
+    assert float((new - old).abs().max()) > 0.01

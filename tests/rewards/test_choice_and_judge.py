@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.rewards import REWARDS
-from arborl.rewards.answers import MultipleChoice, ShortAnswer, f1
+from arborl.rewards.answers import MultipleChoice, ShortAnswer, count_sentences, f1, read_letter
 from arborl.rewards.judge import Judge
 from arborl.rewards.reward import Rewards
 from arborl.types import Episode, Group, Message, StopReason, Task, Turn
@@ -168,3 +168,9 @@ def test_a_judge_serves_a_run_and_a_later_evaluation_and_waiting_for_it_costs_no
             group = Group(Task("t"), [episode("Mira", answer="Mira") for _ in range(8)])
             asyncio.run(Rewards([("judge", judge, 1.0)], 5).score([group]))
             assert [one.reward for one in group.episodes] == [1.0] * 8
+
+
+@given(st.text(max_size=40))
+def test_any_text_can_be_read(text):
+    assert read_letter(text) is None or read_letter(text).isalpha()
+    assert count_sentences(text) >= 1

@@ -182,3 +182,19 @@ def test_success_that_no_one_judged_is_not_claimed_whatever_the_environments_rew
     known = group("42")
     score([known], (named.name, named, 1.0))
     assert known.episodes[0].metrics["success"] == 0.0
+
+
+def test_a_reward_that_hangs_costs_its_episode_alone():
+    async def hangs(episode):
+        await asyncio.sleep(60 if episode.id == "e0" else 0)
+        return 1
+
+    one = group("a", "b")
+    score([one], ("hangs", hangs, 1.0), seconds=0.05)
+    assert (one.episodes[0].failure.where, one.episodes[0].failure.kind) == ("reward 'hangs'", "timeout")
+    assert one.episodes[1].reward == 1
+
+
+def test_every_reward_in_the_table_loads():
+    for name in REWARDS:
+        assert callable(REWARDS[name])

@@ -253,3 +253,18 @@ def test_its_time_is_booked_as_reward_time(tmp_path):
     (row,) = [row for row in read_metrics(done.folder / "metrics.jsonl") if "time/rewards" in row]
     assert 0.3 <= row["time/rewards"] <= row["time/step"]
     assert row["rewards/calls_stuck"] == 0
+
+
+def test_plain_rewards_of_one_episode_wait_at_the_same_time():
+    meeting = threading.Barrier(2, timeout=LONG)
+
+    def first(episode):
+        meeting.wait()
+        return 1.0
+
+    def second(episode):
+        meeting.wait()
+        return 2.0
+
+    (one,) = score(group(1), ("first", first, 1.0), ("second", second, 1.0))
+    assert one.rewards == {"first": 1.0, "second": 2.0}

@@ -15,6 +15,7 @@ pytest.importorskip("fastapi", reason="the extra 'serve'")
 pytest.importorskip("uvicorn", reason="the extra 'serve'")
 
 import httpx
+import pytest
 import uvicorn
 
 from arborl.errors import ConfigError
@@ -438,3 +439,16 @@ def test_the_pauses_of_a_breaker_grow_and_shrink_again():
     breaker.record_success()
     breaker.record_failure()
     assert breaker._next_probe - now[0] == 1.0
+
+
+def test_a_key_of_any_letters_opens(tmp_path):
+    served = Served(tmp_path, "--api-key", "ключ-ü")
+    try:
+        served.wait()
+        client = ToolClient(served.url, "ключ-ü")
+        (double,) = [each for each in client.tools() if each.name == "double"]
+        assert asyncio.run(double.run({"n": 21})).content == "42"
+        with pytest.raises(ConfigError, match="needs another API key"):
+            ToolClient(served.url, "ключ").tools()
+    finally:
+        served.stop()

@@ -150,3 +150,17 @@ def test_a_missing_package_is_one_sentence_with_what_to_install(monkeypatch):
     for settings, extra in (({"trackers": ["wandb"]}, "wandb"), ({"trackers": ["mlflow"]}, "mlflow")):
         with pytest.raises(ConfigError, match=rf"pip install 'arborl\[{extra}\]'"):
             make_trackers(from_kwargs(track=settings).track, {})
+
+
+def test_one_that_breaks_even_by_ending_the_process_is_named_once_and_closed(caplog):
+    broken = Breaks()
+    aside = BackgroundTracker("broken", lambda: broken)
+    for step in range(5):
+        aside.log({}, step)
+    aside.thread.join(40)
+    aside.log({}, 6)
+    aside.close()
+    assert [row[0] for row in broken.told] == ["log", "close"]
+    assert [record.message for record in caplog.records] == [
+        "the tracker broken failed (log: SystemExit: you are not logged in) and is dropped; the run continues"
+    ]

@@ -120,3 +120,24 @@ def test_metrics_that_cannot_be_written_end_the_run_with_a_sentence(tmp_path):
     with pytest.raises(DiskWriteError, match=r"metrics\.jsonl: cannot be written: No space left on device"):
         Trackers([tracker]).log({"reward/mean": 1.0}, 1)
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0]
+
+
+def test_a_line_is_on_disk_as_soon_as_its_step_is_logged(tmp_path):
+    tracker = JsonlTracker(tmp_path / "run" / "metrics.jsonl")
+    tracker.log({"reward/mean": 0.5}, 0)
+    assert rows(tmp_path / "run" / "metrics.jsonl") == [{"step": 0, "reward/mean": 0.5}]
+    tracker.close()
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_null_so_the_file_stays_json(tmp_path, number):
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    tracker.log({"a": number, "b": 1.0}, 0)
+    assert rows(tmp_path / "metrics.jsonl") == [{"step": 0, "a": None, "b": 1.0}]
+
+
+def test_nulls_survive_a_resume(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    JsonlTracker(path).log({"a": math.nan}, 0)
+    JsonlTracker(path, done=0).close()
+    assert list(read_metrics(path)) == [{"step": 0, "a": None}]

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("fastapi")
+import pytest
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 from web_runs import made_run
@@ -301,3 +302,11 @@ def test_files_are_read_within_bounds_and_written_whole(tmp_path):
     replace_file(tmp_path / "new" / "file", b"y")
     assert (tmp_path / "new" / "file").read_bytes() == b"y"
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("what", ["aliases that grow", "a name in itself", "a FIFO as summary", "a FIFO as metrics",
+                                  "a deep summary", "a file of 1 TB", "a link to a secret"])  # fmt: skip
+def test_the_row_of_a_folder_that_cannot_be_read_says_so(runs, what):
+    HOSTILE[what](runs / "hostile")
+    rows = {row["run"]: row for row in ask(opened(runs), "api/runs").json()["runs"]}
+    assert any(file in rows["hostile"]["problems"][0] for file in ("config.yaml", "summary.json", "metrics.jsonl"))
