@@ -36,28 +36,37 @@ def group_by_prefix(tables: Small, full_R: NDArray[np.int64], max_rows: int) -> 
     order = np.argsort(np.ascontiguousarray(tables).view(f"V{tables.shape[1] * 4}")[:, 0])  # by bytes
     ordered, full = tables[order], full_R[order]
     differs = np.column_stack([ordered[1:] != ordered[:-1], np.ones(max(0, len(order) - 1), bool)])
-    common = np.minimum(np.argmax(differs, axis=1), np.minimum(full[1:], full[:-1])).tolist()
-    if not any(common):
-        return PrefixGroups(np.zeros(0, np.int32), np.zeros((0, max_rows), np.int32), np.zeros(len(tables), np.int32))
-    groups: list[tuple[int, list[int]]] = []
-    for row, shared in zip(order.tolist(), [0, *common], strict=False):
-        if groups:
-            blocks, rows = groups[-1]
-            least = min(blocks, shared) if len(rows) > 1 else shared
-            if len(rows) < max_rows and len(rows) * least > (len(rows) - 1) * blocks:
-                rows.append(row)
-                groups[-1] = (least, rows)
-                continue
-        groups.append((0, [row]))
-    groups = [(blocks, rows) for blocks, rows in groups if len(rows) > 1]
-    groups = sorted(groups, key=lambda pair: -pair[0] * (len(pair[1]) - 1))[: max_groups(len(tables))]
-    blocks_M = np.array([blocks for blocks, _ in groups], dtype=np.int32)
-    rows_MB = np.full((len(groups), max_rows), -1, dtype=np.int32)
+    common = np.minimum(np.argmax(differs, axis=1), np.minimum(full[1:], full[:-1]))
+    found = np.array(_joined_runs(common, max_rows), dtype=np.int64).reshape(-1, 3)
+    best = np.argsort(-found[:, 2] * (found[:, 1] - 1), kind="stable")[: max_groups(len(tables))]
+    first, count, blocks = found[best].T
+    columns = np.arange(max_rows)
+    used = columns < count[:, None]
+    rows_MB = np.where(used, order[np.where(used, first[:, None] + columns, 0)], -1) if len(best) else used
     shared_R = np.zeros(len(tables), dtype=np.int32)
-    for number, (blocks, rows) in enumerate(groups):
-        rows_MB[number, : len(rows)] = rows
-        shared_R[rows] = blocks
-    return PrefixGroups(blocks_M, rows_MB, shared_R)
+    shared_R[rows_MB[used]] = np.repeat(blocks, count)
+    return PrefixGroups(blocks.astype(np.int32), rows_MB.astype(np.int32), shared_R)
+
+
+def _joined_runs(common: NDArray[np.int64], max_rows: int) -> list[tuple[int, int, int]]:
+    """Groups of neighbouring rows as (first row, number of rows, shared blocks), where row i + 1 shares `common[i]`
+    blocks with row i. The loop is over runs of equal numbers, of which there are far fewer than rows."""
+    ends = np.append(np.flatnonzero(np.diff(common)) + 1, len(common)) if len(common) else np.zeros(0, np.int64)
+    groups: list[tuple[int, int, int]] = []
+    first, count, blocks = 0, 1, 0  # the open group
+    row = 1
+    for end, shared in zip(ends.tolist(), common[ends - 1].tolist(), strict=True):
+        while row <= end:
+            least = min(blocks, shared) if count > 1 else shared
+            if count < max_rows and count * least > (count - 1) * blocks:
+                joined = min(max_rows - count, end + 1 - row)
+                count, blocks, row = count + joined, least, row + joined
+                continue
+            if count > 1:
+                groups.append((first, count, blocks))
+            row = row + 1 if shared else end + 1
+            first, count, blocks = row - 1, 1, 0
+    return [*groups, (first, count, blocks)] if count > 1 else groups
 
 
 def add_prefill_groups(
