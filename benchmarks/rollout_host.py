@@ -108,7 +108,7 @@ def engine_of(renderer: Renderer, replies: Sequence[str], requests: int) -> Time
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     model.set_attn_implementation(ATTENTION_NAME)
-    made = TimedEngine(model, CONTEXT, requests, kv_tokens=requests * CONTEXT, page_size=PAGE)
+    made = TimedEngine(model, CONTEXT, requests, kv_tokens=requests * CONTEXT, block_size=PAGE)
     ids = [[*renderer.encode(renderer.escape_reply(text)), renderer.stop[0]] for text in replies]
     made.runner = ReplyExecutor(made, ids)
     return made

@@ -95,7 +95,7 @@ def engine_for(renderer: Renderer, context: int, reply: int) -> LocalEngine:
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     model.set_attn_implementation(ATTENTION_NAME)
-    made = LocalEngine(model, context, max_requests=1, kv_tokens=2 * context, page_size=PAGE)
+    made = LocalEngine(model, context, max_requests=1, kv_tokens=2 * context, block_size=PAGE)
     ids = renderer.tokenizer.encode(" ".join(WORDS))
     made.runner = Instant(made.runner, ids, renderer.stop[0], reply)  # type: ignore[assignment]
     return made

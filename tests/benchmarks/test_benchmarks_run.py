@@ -199,3 +199,10 @@ def test_real_weights_are_measured_and_said_to_be_real(script):
     for row in measured(script, "--model", "smollm2", *FEW[script]):
         assert (row["model"], row["weights"]) == ("smollm2", "real")
         assert "failed" not in row
+
+
+@pytest.mark.slow
+def test_http_clients_are_measured_on_the_same_requests():
+    rows = measured("http_client.py", "--calls", "40", "--concurrency", "4", "--repeats", "1")
+    assert [row["client"] for row in rows] == ["arborl", "httpx", "aiohttp"]
+    assert all(row["calls_a_second"] > 0 and row["us_a_call"] > 0 for row in rows)

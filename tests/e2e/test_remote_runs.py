@@ -139,8 +139,8 @@ def test_an_engine_that_is_not_there_is_one_message_and_nothing_is_written(tmp_p
             "kv_tokens is for engine=local and engine=vllm",
         ),
         (
-            {"engine": {"name": "vllm", "args": {"page_size": 16}}},
-            "page_size: is for engine=local, not for engine=vllm",
+            {"engine": {"name": "vllm", "args": {"block_size": 16}}},
+            "block_size: is for engine=local, not for engine=vllm",
         ),
         ({"engine": "vllm", "deterministic": True}, "Write engine=local, or deterministic=false"),
         ({"engine": "vllm", "sampling": {"min_p": 0.1, "top_p": 0.9}}, "in the other order"),

@@ -81,12 +81,12 @@ def threads(request):
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("page_size", [0, 7, 33])
+@pytest.mark.parametrize("block_size", [0, 7, 33])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_and_logprobs_are_torchs(family, page_size):
+def test_tokens_and_logprobs_are_torchs(family, block_size):
     model = made(family)
-    ours = LocalEngine(model, 100, 8, 900, page_size)
-    theirs = LocalEngine(model, 100, 8, 900, page_size, compiled=False)
+    ours = LocalEngine(model, 100, 8, 900, block_size)
+    theirs = LocalEngine(model, 100, 8, 900, block_size, compiled=False)
     assert isinstance(ours.runner, CpuModelRunner)
     assert isinstance(theirs.runner, TorchModelRunner)
     same(converse(ours), converse(theirs), 2e-5)

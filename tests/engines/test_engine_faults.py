@@ -110,8 +110,8 @@ def test_a_prompt_that_the_model_makes_nan_of_fails_alone_and_spoils_no_page(qwe
     fine = [([1, 2, 3], Sampling(6, 0.0)), ([5] * 20, Sampling(6, 0.0)), ([9, 8], Sampling(6, 0.0))]
     expected = [done.tokens for done in ask(LocalEngine(qwen3, max_context=64, kv_tokens=256), *fine)]
     assert not any(7 in tokens for tokens in expected)
-    for page_size in (0, 4):
-        engine = LocalEngine(model, max_context=64, max_requests=4, kv_tokens=128, page_size=page_size)
+    for block_size in (0, 4):
+        engine = LocalEngine(model, max_context=64, max_requests=4, kv_tokens=128, block_size=block_size)
         for _ in range(3):  # every page is used again
             bad, *good = ask(engine, ([1, 2, 7, *[3] * 30], Sampling(6, 0.0)), *fine)
             assert isinstance(bad, EngineError)
@@ -230,7 +230,7 @@ def test_under_cancels_deadlines_faults_and_loads_survivors_say_what_they_would_
     alone = LocalEngine(qwen3, max_context=48, kv_tokens=48, decode=decode, deterministic=True)
     expected = [ask(alone, one)[0] for one in requests]
     engine = LocalEngine(
-        qwen3, max_context=48, max_requests=6, kv_tokens=100, page_size=int(chance.choice([1, 4, 16])), decode=decode
+        qwen3, max_context=48, max_requests=6, kv_tokens=100, block_size=int(chance.choice([1, 4, 16])), decode=decode
     )
     if seed % 2:
         Ahead(engine)

@@ -33,7 +33,7 @@ async def talks(engine: LocalEngine, grows: bool) -> list[tuple]:
     return [*found, [(counts[f"engine/{name}"],) for name in ("sampled", "read", "reused", "preempted", "hit_rate")]]
 
 
-@pytest.mark.parametrize("pages", [{"page_size": 4}, {"page_size": 0}, {"page_size": 4, "kv_tokens": 100}])
+@pytest.mark.parametrize("pages", [{"block_size": 4}, {"block_size": 0}, {"block_size": 4, "kv_tokens": 100}])
 def test_conversations_given_as_they_grow_and_as_lists_sample_the_same_and_hit_the_cache_alike(tiny_llama, pages):
     sampled = []
     for grows in (True, False):

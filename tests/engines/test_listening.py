@@ -29,7 +29,7 @@ def engine_of(model, **more):
 
 
 def test_what_is_heard_is_what_is_answered_also_of_requests_that_are_put_back(tiny_llama):
-    engine = engine_of(tiny_llama, kv_tokens=140, page_size=4)  # room for one whole sequence and little more
+    engine = engine_of(tiny_llama, kv_tokens=140, block_size=4)  # room for one whole sequence and little more
     ears = [Heard() for _ in range(6)]
 
     async def one(number):

@@ -106,10 +106,10 @@ def kindred(qwen3):
     return prompts, greedy_by_transformers(qwen3, prompts, 12)
 
 
-@pytest.mark.parametrize(("sequences", "page_size"), [(1, 0), (1, 8), (3, 1), (3, 16), (16, 0), (16, 1), (16, 8)])
-def test_greedy_tokens_equal_those_of_transformers_with_and_without_prefix_hits(qwen3, kindred, sequences, page_size):
+@pytest.mark.parametrize(("sequences", "block_size"), [(1, 0), (1, 8), (3, 1), (3, 16), (16, 0), (16, 1), (16, 8)])
+def test_greedy_tokens_equal_those_of_transformers_with_and_without_prefix_hits(qwen3, kindred, sequences, block_size):
     prompts, expected = kindred
-    engine = LocalEngine(qwen3, max_context=128, kv_tokens=128 * sequences, page_size=page_size)
+    engine = LocalEngine(qwen3, max_context=128, kv_tokens=128 * sequences, block_size=block_size)
     for _ in range(2):  # the second time everything may be found in the cache
         assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(12, 0.0)] * len(prompts))] == expected
     if sequences == 16:
@@ -132,7 +132,7 @@ def test_requests_put_back_for_want_of_room_go_on_with_the_same_tokens(family, m
     model = FAMILIES[family]().eval()
     prompts = random_prompts([3, 40, 25, 31, 12, 30], 99)
     expected = greedy_by_transformers(model, prompts, 24)
-    engine = LocalEngine(model, max_context=96, kv_tokens=120, page_size=4)
+    engine = LocalEngine(model, max_context=96, kv_tokens=120, block_size=4)
     assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(24, 0.0)] * len(prompts))] == expected
     assert engine.metrics()["engine/preempted"] >= 3
 
@@ -144,8 +144,8 @@ def test_seedlings_greedy_tokens_equal_those_of_transformers_with_hits_and_when_
     prompts += [[*prompts[1], 7], prompts[2]]
     expected = greedy_by_transformers(model, prompts, 16)
     plain, paged, tight = (
-        LocalEngine(model, max_context=96, kv_tokens=kv_tokens, page_size=page_size)
-        for kv_tokens, page_size in ((96 * 8, 0), (96 * 8, 8), (128, 8))
+        LocalEngine(model, max_context=96, kv_tokens=kv_tokens, block_size=block_size)
+        for kv_tokens, block_size in ((96 * 8, 0), (96 * 8, 8), (128, 8))
     )
     for engine in (plain, plain, paged, paged, tight):
         assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(16, 0.0)] * len(prompts))] == expected
@@ -156,7 +156,7 @@ def test_seedlings_greedy_tokens_equal_those_of_transformers_with_hits_and_when_
 def test_a_request_put_back_draws_the_tokens_it_would_have_drawn(qwen3, monkeypatch):
     monkeypatch.setattr("arborl.engines.local.scheduler.HEADROOM", 0)
     prompts, samplings = random_prompts([3, 40, 25, 31], 99), [Sampling(40, seed=i) for i in range(4)]
-    roomy, tight = (LocalEngine(qwen3, max_context=96, kv_tokens=kv, page_size=4) for kv in (1000, 120))
+    roomy, tight = (LocalEngine(qwen3, max_context=96, kv_tokens=kv, block_size=4) for kv in (1000, 120))
     free, held = generate(roomy, prompts, samplings), generate(tight, prompts, samplings)
     assert tight.metrics()["engine/preempted"] > 0
     assert [c.tokens for c in held] == [c.tokens for c in free]
@@ -165,7 +165,7 @@ def test_a_request_put_back_draws_the_tokens_it_would_have_drawn(qwen3, monkeypa
 
 
 async def test_ten_thousand_requests_through_a_pool_that_holds_two_hundred_lose_no_page(qwen3):
-    engine = LocalEngine(qwen3, max_context=32, max_requests=128, kv_tokens=200 * 8, page_size=8)
+    engine = LocalEngine(qwen3, max_context=32, max_requests=128, kv_tokens=200 * 8, block_size=8)
     chance = np.random.default_rng(0)
 
     async def episode(number: int) -> int:
@@ -360,7 +360,7 @@ def test_adapters_are_sampled_through_and_change_what_is_said():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
     expected = greedy_by_transformers(model, prompts, 12)
-    engine = LocalEngine(model, max_context=64, kv_tokens=512, page_size=8)
+    engine = LocalEngine(model, max_context=64, kv_tokens=512, block_size=8)
     assert engine.runner.forward.is_fused
     assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(12, 0.0)] * 2)] == expected
     assert expected != bare

@@ -72,8 +72,8 @@ def test_greedy_tokens_equal_those_of_transformers_also_when_requests_are_put_ba
     prompts = random_prompts([3, 40, 25, 31, 12, 30])
     prompts += [[*prompts[1], 5, 6], prompts[1]]
     expected = by_transformers(model, prompts, 40)
-    for kv_tokens, page_size in ((2000, 0), (160, 16)):
-        engine = LocalEngine(model, max_context=96, max_requests=8, kv_tokens=kv_tokens, page_size=page_size)
+    for kv_tokens, block_size in ((2000, 0), (160, 16)):
+        engine = LocalEngine(model, max_context=96, max_requests=8, kv_tokens=kv_tokens, block_size=block_size)
         for _ in range(2):
             assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(40, 0.0)] * 8)] == expected
         assert not engine.runner.is_broken
@@ -85,7 +85,7 @@ def test_greedy_tokens_equal_those_of_transformers_also_when_requests_are_put_ba
 def test_conversations_out_of_step_get_the_tokens_of_transformers(family):
     """Replies and observations of unequal length, prompts that come late, and one that is longer than any graph."""
     model = make(family)
-    engine = LocalEngine(model, max_context=250, max_requests=12, kv_tokens=8000, page_size=16)
+    engine = LocalEngine(model, max_context=250, max_requests=12, kv_tokens=8000, block_size=16)
     engine.runner.buckets = [b for b in engine.runner.buckets if b <= 96]
     told: list[tuple[list[int], int, list[int]]] = []
 
@@ -124,10 +124,10 @@ def test_siblings_that_share_their_prompt_get_the_tokens_they_would_get_alone():
     prompts = random_prompts([50, 70])
     prompts = [prompts[0]] * 5 + [prompts[1]] * 6 + [[*prompts[0][:40], 7, 8, 9]]
     samplings = [Sampling(30, seed=i) for i in range(len(prompts))]
-    engine = LocalEngine(model, max_context=128, kv_tokens=4000, page_size=16)
+    engine = LocalEngine(model, max_context=128, kv_tokens=4000, block_size=16)
     together = generate(engine, prompts, samplings)
     assert engine.runner.prefix_grouping.last[0].blocks_M.max() >= 3
-    alone = LocalEngine(model, max_context=128, kv_tokens=4000, page_size=16)
+    alone = LocalEngine(model, max_context=128, kv_tokens=4000, block_size=16)
     for prompt, sampling, found in zip(prompts, samplings, together, strict=True):
         assert generate(alone, [prompt], [sampling])[0].tokens == found.tokens
 
@@ -195,7 +195,7 @@ def test_once_warm_nothing_is_compiled_or_recorded_any_more():
     """Steps of any number of rows, of one token or many, more than the largest graph has, greedy or not."""
     import triton
 
-    engine = LocalEngine(make("qwen2"), max_context=250, max_requests=13, kv_tokens=8000, page_size=16)
+    engine = LocalEngine(make("qwen2"), max_context=250, max_requests=13, kv_tokens=8000, block_size=16)
     engine.runner.buckets = [1, 2, 4, 8, 13, 16, 32, 64, 96]
     engine.warm_up(Sampling())
     assert sorted(bucket for bucket, _ in engine.runner.graphs) == engine.runner.buckets

@@ -75,7 +75,7 @@ def adapted(family: str, target: tuple[str, ...] = ("all-linear",), dtype=torch.
 
 
 def sample(model: nn.Module, by_peft: bool = False, engine: LocalEngine | None = None) -> list[tuple]:
-    engine = engine or LocalEngine(model, max_context=64, max_requests=8, page_size=16, compiled=not by_peft)
+    engine = engine or LocalEngine(model, max_context=64, max_requests=8, block_size=16, compiled=not by_peft)
     if by_peft:
         engine.runner.forward.rope = None
         assert not engine.runner.forward.is_fused
@@ -99,7 +99,7 @@ def products(engine: LocalEngine) -> list[LoraProduct]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_engines_tokens_are_those_of_pefts_modules(family, target):
     model = adapted(family, target)
-    engine = LocalEngine(model, max_context=64, max_requests=8, page_size=16)
+    engine = LocalEngine(model, max_context=64, max_requests=8, block_size=16)
     ours, theirs = sample(model, engine=engine), sample(copy.deepcopy(model), by_peft=True)
     assert engine.runner.forward.is_fused
     assert products(engine)
@@ -111,7 +111,7 @@ def test_the_engines_tokens_are_those_of_pefts_modules(family, target):
 @pytest.mark.parametrize("more", [{"use_rslora": True}, {"lora_dropout": 0.5}, {"r": 17}], ids=str)
 def test_scale_dropout_and_rank_are_as_peft_has_them(more):
     model = adapted("qwen2", dtype=torch.float32, **more)
-    engine = LocalEngine(model, max_context=64, max_requests=8, page_size=16)
+    engine = LocalEngine(model, max_context=64, max_requests=8, block_size=16)
     assert len(products(engine)) == 8
     assert all(p.ranks % 16 == 0 for p in products(engine))
     ours, theirs = sample(model, engine=engine), sample(copy.deepcopy(model), by_peft=True)
@@ -123,7 +123,7 @@ def test_scale_dropout_and_rank_are_as_peft_has_them(more):
 @pytest.mark.parametrize("more", [{"use_dora": True}, {"lora_bias": True}], ids=str)
 def test_a_form_that_is_not_known_is_run_by_peft(more):
     model = adapted("llama", **more)
-    engine = LocalEngine(model, max_context=64, max_requests=8, page_size=16)
+    engine = LocalEngine(model, max_context=64, max_requests=8, block_size=16)
     assert products(engine) == []
     ours, theirs = sample(model, engine=engine), sample(copy.deepcopy(model), by_peft=True)
     assert [c.tokens for c in ours] == [c.tokens for c in theirs]
@@ -135,7 +135,7 @@ def test_one_odd_adapter_among_plain_ones_leaves_its_product_to_peft():
     attention.k_proj.add_adapter = None  # somebody's own
     attention.k_proj.__class__ = type("Own", (type(attention.k_proj),), {})
     mlp.down_proj.merge()
-    engine = LocalEngine(model, max_context=64, max_requests=8, page_size=16)
+    engine = LocalEngine(model, max_context=64, max_requests=8, block_size=16)
     assert len(products(engine)) == 6
     assert [c.tokens for c in sample(model, engine=engine)] == [
         c.tokens for c in sample(copy.deepcopy(model), by_peft=True)
@@ -144,7 +144,7 @@ def test_one_odd_adapter_among_plain_ones_leaves_its_product_to_peft():
 
 def test_updates_arrive_with_load_and_nothing_moves():
     model = adapted("qwen3")
-    engine = LocalEngine(model, max_context=64, max_requests=8, page_size=16)
+    engine = LocalEngine(model, max_context=64, max_requests=8, block_size=16)
     before = sample(model, engine=engine)
     bound = [(p.weight.data_ptr(), p.second.data_ptr()) for p in products(engine)]
     stir(model)
@@ -159,7 +159,7 @@ def test_updates_arrive_with_load_and_nothing_moves():
 
 def test_weights_given_other_memory_and_adapters_merged_meanwhile_are_found_again():
     model = adapted("llama")
-    engine = LocalEngine(model, max_context=64, max_requests=8, page_size=16)
+    engine = LocalEngine(model, max_context=64, max_requests=8, block_size=16)
     for parameter in model.parameters():
         parameter.data = parameter.data.clone() + 0.01
     model.model.layers[0].self_attn.q_proj.merge()
@@ -171,8 +171,8 @@ def test_weights_given_other_memory_and_adapters_merged_meanwhile_are_found_agai
 
 def test_two_engines_on_one_model_share_what_they_are_bound_to():
     model = adapted("qwen2")
-    one = LocalEngine(model, max_context=64, max_requests=8, page_size=16)
-    two = LocalEngine(model, max_context=64, max_requests=8, page_size=16)
+    one = LocalEngine(model, max_context=64, max_requests=8, block_size=16)
+    two = LocalEngine(model, max_context=64, max_requests=8, block_size=16)
     assert products(one) == products(two)
     assert not any(p.has_moved for p in products(one))
 

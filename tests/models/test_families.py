@@ -30,8 +30,8 @@ NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in RELATIVES else [
 def played(name: str) -> list[Call]:
     """Three siblings of one prompt, the first of which goes on: prefixes are shared, and pages found again. Every other
     family has small pages."""
-    page_size = 8 * (list(FAMILIES).index(name) % 2)
-    made = LocalEngine(family(name), max_context=CONTEXT, kv_tokens=6 * CONTEXT, page_size=page_size)
+    block_size = 8 * (list(FAMILIES).index(name) % 2)
+    made = LocalEngine(family(name), max_context=CONTEXT, kv_tokens=6 * CONTEXT, block_size=block_size)
     prompt = np.random.default_rng(1).integers(0, VOCABULARY, 19).tolist()
 
     async def ask(start: list[int], seed: int) -> Call:

@@ -121,7 +121,7 @@ def model():
 
 def test_the_engine_can_serve_as_many_as_it_has_rows_and_pages_for(model):
     def capacity(requests, tokens):
-        return LocalEngine(model[0], 128, max_requests=requests, kv_tokens=tokens, page_size=16).capacity
+        return LocalEngine(model[0], 128, max_requests=requests, kv_tokens=tokens, block_size=16).capacity
 
     assert capacity(300, 300 * 128) == 300
     assert capacity(300, 200 * 128) == 200
@@ -129,7 +129,7 @@ def test_the_engine_can_serve_as_many_as_it_has_rows_and_pages_for(model):
 
 
 def test_auto_begins_with_what_the_engine_can_hold_and_all_are_requested_before_its_first_step(model):
-    engine = Counting(model[0], 1024, max_requests=300, kv_tokens=300 * 1024, page_size=64)
+    engine = Counting(model[0], 1024, max_requests=300, kv_tokens=300 * 1024, block_size=64)
     tasks = [Task(f"{seed}", seed=seed) for seed in range(15)]
     playing = rollout(engine, model[1])
     asyncio.run(playing.collect(tasks, 0, 20))
@@ -137,7 +137,7 @@ def test_auto_begins_with_what_the_engine_can_hold_and_all_are_requested_before_
 
 
 def test_auto_keeps_to_the_usual_number_where_environments_take_threads_or_processes(model):
-    engine = LocalEngine(model[0], 128, max_requests=300, kv_tokens=300 * 128, page_size=16)
+    engine = LocalEngine(model[0], 128, max_requests=300, kv_tokens=300 * 128, block_size=16)
     assert rollout(engine, model[1]).metrics()["rollout/concurrency"] == 300
     for workers in ("thread", "process"):
         assert rollout(engine, model[1], workers).metrics()["rollout/concurrency"] == module.DEFAULT_CONCURRENCY

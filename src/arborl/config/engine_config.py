@@ -16,7 +16,7 @@ class EngineArgs(Config):
     """Arguments of single engines. Others are for vLLM's `AsyncEngineArgs` (`{tensor_parallel_size: 2}`), or for a
     custom engine."""
 
-    page_size: int = Field(0, ge=0)
+    block_size: int = Field(0, ge=0)
     """`local`: tokens per block of the KV cache. 0: 64 on a GPU, a whole sequence on a CPU."""
     update: Literal["continue", "finish", "restart"] = "continue"
     """`local`: completions in progress at a weight update, with `rollout.max_lag`: `continue` with the new weights
@@ -55,7 +55,7 @@ class EngineArgs(Config):
 
 
 ENGINE_ARGS = {
-    "local": ("page_size", "update"),
+    "local": ("block_size", "update"),
     "vllm": ("dtype", "python"),
     "http": ("dtype", "urls", "model", "weights_dir", "seconds", "chat", "api_key_env"),
     "scripted": ("replies",),

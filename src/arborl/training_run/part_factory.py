@@ -292,7 +292,7 @@ class RunPartFactory:
         }
         arguments: dict[str, dict[str, Any]] = {
             "local": {
-                "kv_tokens": kv_tokens, "page_size": options.page_size, "deterministic": config.deterministic,
+                "kv_tokens": kv_tokens, "block_size": options.block_size, "deterministic": config.deterministic,
                 "decode": decode, "update": options.update, "sleep_mode": sleep_mode,
             },
             "vllm": {

@@ -50,7 +50,7 @@ def build_ray_engine(
         "max_context": context,
         "max_requests": engine.requests(model.device.type),
         "kv_tokens": kv_tokens,
-        "page_size": engine.options.page_size,
+        "block_size": engine.options.block_size,
         "deterministic": config.deterministic,
         "update": engine.options.update,
     }

@@ -71,7 +71,7 @@ class LocalEngine(Engine):
         model: may be the learner's; its attention uses `arborl.models.attention`.
         max_requests: requests that run at once; others wait.
         kv_tokens: size of the KV cache in tokens; 0 uses a share of the free memory.
-        page_size: tokens of a block; 0 selects 64 on a GPU and a whole sequence on a CPU, where nothing is gathered.
+        block_size: tokens of a block; 0 selects 64 on a GPU and a whole sequence on a CPU, where nothing is gathered.
         deterministic: run each request alone and from its start, so that rounding does not depend on other requests.
         update: what happens to running completions when weights change: `continue`, `finish` or `restart`.
         sleep_mode: free the KV cache on the GPU during updates.
@@ -86,7 +86,7 @@ class LocalEngine(Engine):
         max_context: int = 1024,
         max_requests: int = 256,
         kv_tokens: int = 0,
-        page_size: int = 0,
+        block_size: int = 0,
         deterministic: bool = False,
         decode: Callable[[Sequence[int]], str] | None = None,
         update: str = "continue",
@@ -99,7 +99,7 @@ class LocalEngine(Engine):
             raise ValueError(f"max_requests={max_requests}: give at least 1")
         self.model, self.max_context, self.decode, self.update = model, max_context, decode, update
         self.vocabulary = int(model.config.vocab_size)  # attribute access of a configuration is slow
-        size = min(page_size or (64 if model.device.type == "cuda" else max_context), max_context)
+        size = min(block_size or (64 if model.device.type == "cuda" else max_context), max_context)
         kv_tokens = kv_tokens or default_kv_tokens(model, max_context)
         if kv_tokens < max_context:
             raise ValueError(f"kv_tokens={kv_tokens} holds no sequence of max_context={max_context}; give more")

@@ -1,7 +1,7 @@
 """A small HTTP/1.1 client with kept connections: no redirects, proxies or cookies.
 
 A rollout makes thousands of small calls from the event loop that also samples. With 64 concurrent calls this client
-needs 75 µs of processor time per call, httpx 4,300 µs.
+needs 32 µs of processor time per call, aiohttp 271 µs, httpx 3,660 µs (`benchmarks/http_client.py`).
 """
 
 from __future__ import annotations
