@@ -320,3 +320,12 @@ def test_failed_and_silent_episodes_have_nothing_to_go_on_from():
 def test_discounted_returns_equal_the_double_sum(rewards, gamma):
     expected = [sum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))]
     assert discounted(np.array(rewards), gamma) == pytest.approx(expected, abs=1e-6)
+
+
+def test_gigpo_golden_values():
+    # one task; rewards 1 and 0; discounted returns (0.5): [0.5, 1.0] and [0.0]; both start in "s"
+    groups = [
+        group(episode(turns=[0.0, 1.0], states=["s", "m"], tokens=1), episode(turns=[0.0], states=["s"], tokens=1))
+    ]
+    config = AlgorithmConfig(name="gigpo", gamma=0.5, args={"step_weight": 2.0})
+    assert Recipe(config).credit(groups, terms_of(groups)).advantage.tolist() == [1.0, 0.5, -1.0]

@@ -1,5 +1,6 @@
 import json
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.data import EnvTasks, FileTasks
+from arborl.types import Message
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +128,36 @@ def test_what_says_two_things_about_rows_is_refused():
         DataConfig(path="a.json", evaluation_path="b.json", evaluation_rows="m:f")
     with pytest.raises(ValueError, match="Leave shuffle out"):
         DataConfig(rows="m:f", endless=True, shuffle=False)
+
+
+def test_a_row_becomes_a_task(path):
+    task = FileTasks(path, "question", 0, 0.1).take(0, 1)[0]
+    assert task.messages == (Message("user", task.fields["question"]),)
+    assert task.source == "sums"
+    assert task.agent is None
+    assert task.id.startswith("sums/")
+
+
+def test_taking_depends_on_the_step_alone(path):
+    source = FileTasks(path, seed=1)
+    forward = [source.take(step, 7) for step in range(20)]
+    backward = [FileTasks(path, seed=1).take(step, 7) for step in reversed(range(20))]
+    assert forward == backward[::-1]
+    assert source.take(0, 7) != FileTasks(path, seed=2).take(0, 7)
+
+
+def test_every_pass_gives_every_row_once_in_a_new_order(path):
+    source = FileTasks(path, seed=1)
+    rows = size(source)
+    passes = [[task.id for task in source.take(k, rows)] for k in range(3)]
+    assert set(passes[0]) == set(passes[1]) == set(passes[2])
+    assert len(set(passes[0])) == rows
+    assert passes[0] != passes[1] != passes[2]
+    stream = [task.id for step in range(rows) for task in source.take(step, 3)]
+    assert set(Counter(stream).values()) == {3}
+
+
+def test_a_batch_longer_than_the_file_has_names_of_its_own(path):
+    tasks = FileTasks(path, seed=1).take(0, 200)
+    assert len({task.id for task in tasks}) == len({task.seed for task in tasks}) == 200
+    assert any(task.id.endswith("#2") for task in tasks)
