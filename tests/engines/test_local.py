@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import slow_cases
 from transformers import (
     GemmaConfig,
     GemmaForCausalLM,
@@ -106,7 +107,11 @@ def kindred(qwen3):
     return prompts, greedy_by_transformers(qwen3, prompts, 12)
 
 
-@pytest.mark.parametrize(("sequences", "block_size"), [(1, 0), (1, 8), (3, 1), (3, 16), (16, 0), (16, 1), (16, 8)])
+BLOCK_CASES = [(1, 0), (1, 8), (3, 1), (3, 16), (16, 0), (16, 1), (16, 8)]
+OTHER_BLOCK_CASES = [(1, 1), (1, 16), (3, 0), (3, 8), (16, 16)]
+
+
+@pytest.mark.parametrize(("sequences", "block_size"), [*BLOCK_CASES, *slow_cases(*OTHER_BLOCK_CASES)])
 def test_greedy_tokens_equal_those_of_transformers_with_and_without_prefix_hits(qwen3, kindred, sequences, block_size):
     prompts, expected = kindred
     engine = LocalEngine(qwen3, max_context=128, kv_tokens=128 * sequences, block_size=block_size)
@@ -116,7 +121,7 @@ def test_greedy_tokens_equal_those_of_transformers_with_and_without_prefix_hits(
         assert engine.metrics()["engine/hit_rate"] > 0.3
 
 
-@pytest.mark.parametrize("read_at_once", [1, 8, 9])
+@pytest.mark.parametrize("read_at_once", [1, 8, 9, *slow_cases(2, 41)])
 def test_a_prompt_of_which_one_token_is_read_in_a_step_is_read_rightly(qwen3, read_at_once):
     prompts = random_prompts([7, 5, 40, 3], 99)
     expected = greedy_by_transformers(qwen3, prompts, 4)
@@ -125,7 +130,10 @@ def test_a_prompt_of_which_one_token_is_read_in_a_step_is_read_rightly(qwen3, re
     assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(4, 0.0)] * 4)] == expected
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
+PREEMPTED = ("llama", "qwen3", "gemma")
+
+
+@pytest.mark.parametrize("family", [*PREEMPTED, *slow_cases(*(name for name in FAMILIES if name not in PREEMPTED))])
 def test_requests_put_back_for_want_of_room_go_on_with_the_same_tokens(family, monkeypatch):
     monkeypatch.setattr("arborl.engines.local.scheduler.HEADROOM", 0)  # let them in as soon as they fit: room runs out
     torch.manual_seed(3)

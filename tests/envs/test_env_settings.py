@@ -83,7 +83,7 @@ def test_a_resolved_configuration_reads_back_as_itself(tmp_path):
 
 def test_every_batch_has_the_partitions_groups_each_with_its_own_environment_and_limits():
     parts = build(config())
-    for step in range(2):
+    for step in range(4):
         tasks = parts.source.take(step, 6)
         assert Counter(task.source for task in tasks) == {"Small": 3, "Large": 2, "countdown": 1}
         groups = asyncio.run(parts.rollout.train(tasks, seed=step, group_size=2, count=6))

@@ -9,6 +9,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from cases import slow_cases
 
 from arborl.algorithms import make_algorithm
 from arborl.config.algorithm_config import NARROW_CLIP, AlgorithmConfig
@@ -72,9 +73,17 @@ CASES = [
 
 
 SEVERAL_STEPS = [({"name": "gspo"}, {"minibatches": 2}), ({"name": "gspo"}, {"epochs": 2}), (CASES[4], {"epochs": 2})]
+OTHERS = [
+    (case, learning)
+    for learning in ({"minibatches": 2}, {"epochs": 2})
+    for case in CASES
+    if (case, learning) not in SEVERAL_STEPS
+]
 
 
-@pytest.mark.parametrize(("settings", "learning"), [*((case, {}) for case in CASES), *SEVERAL_STEPS], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "learning"), [*((case, {}) for case in CASES), *SEVERAL_STEPS, *slow_cases(*OTHERS)], ids=str
+)
 def test_on_policy_nothing_is_clipped(model, groups, settings, learning):
     share, metrics = clipped(model, groups, settings, **learning)
     assert metrics["policy/logprob_diff"] > 1e-4  # there is something to be mistaken about

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from cases import slow_cases
 
 from arborl.config.training_config import LearnerConfig
 from arborl.errors import ConfigError, RunStopped
@@ -46,7 +47,10 @@ def by_hand(pairs: list[TextPair], dtype: torch.dtype) -> tuple[float, dict[str,
 
 @pytest.mark.parametrize(
     ("dtype", "near", "tokens"),
-    [("float64", 1e-9, 1), ("float64", 1e-9, 300), ("float64", 1e-9, 100_000), ("float32", 1e-6, 300)],
+    [
+        *[("float64", 1e-9, 1), ("float64", 1e-9, 300), ("float64", 1e-9, 100_000), ("float32", 1e-6, 300)],
+        *slow_cases(("float32", 1e-6, 1), ("float32", 1e-6, 100_000)),
+    ],
 )
 def test_loss_and_gradients_are_those_of_the_formula(dtype, near, tokens, monkeypatch):
     pairs = some_pairs(9)

@@ -49,7 +49,7 @@ def test_what_is_written_is_the_moment_of_the_snapshot_though_the_learner_goes_o
     for n in range(5):
         (tmp_path / str(n)).mkdir()
     writing.start()
-    for seed in range(2, 5):
+    for seed in range(2, 8):
         step(learner, algorithm, seed)
     learner.update_reference()
     writing.join()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import slow_cases
 from rollout_worlds import Allowed, Declared, Promising, Secretive, Sync
 
 from arborl import sandbox
@@ -104,7 +105,10 @@ def test_an_environment_is_called_in_one_thread_from_beginning_to_end_which_is_n
     assert here not in seen
 
 
-@pytest.mark.parametrize(("workers", "world"), [("thread", Sync), ("thread", Secretive), ("process", Secretive)])
+@pytest.mark.parametrize(
+    ("workers", "world"),
+    [("thread", Sync), ("thread", Secretive), ("process", Secretive), *slow_cases(("process", Sync))],
+)
 def test_a_hung_step_costs_its_episode_alone_and_is_counted(seedling, workers, world):
     run = rollout(seedling, world, workers, step_seconds=1.0)
     began = time.perf_counter()
@@ -302,7 +306,11 @@ def test_an_agent_that_holds_the_event_loop_is_named_too_and_an_engine_that_comp
 
 
 @pytest.mark.parametrize(
-    ("workers", "world"), [("auto", Secretive), ("thread", Sync), ("process", Secretive), ("none", Sync)]
+    ("workers", "world"),
+    [
+        *[("auto", Secretive), ("thread", Sync), ("process", Secretive), ("none", Sync)],
+        *slow_cases(("auto", Sync), ("thread", Secretive), ("process", Sync), ("none", Secretive)),
+    ],
 )
 def test_an_environment_that_ends_the_process_costs_its_episode(seedling, workers, world):
     bad, good = play(rollout(seedling, world, workers), "quit", "a")
