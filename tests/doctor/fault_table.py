@@ -1,4 +1,4 @@
-"""Writes docs/results/doctor.md from what the doctor finds of each fault here: `python tests/doctor/fault_table.py`."""
+"""Writes docs/results/doctor.md, the findings for each fault: `python tests/doctor/fault_table.py`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "doctor.md"
 ROW = re.compile(r"^\| (?P<what>[^|]+) \| [^|]+ \| `(?P<finding>[^`]+)` \| (?P<outcome>found|missed) \|$", re.MULTILINE)
-HEAD = """# What the doctor finds
+HEAD = """# Fault injection: what the doctor detects
 
 ```
 python tests/doctor/fault_table.py
 ```
 
-Each fault is made, and the doctor asked. *doctor --model* is a fault of a model's folder or a configuration, found
-before a run; *a run* is a small run with the fault, from its first step to its folder; *its files* is a fault written
-into the folder of a run that is well. The same table is run by `tests/doctor/test_faults.py`, which also asks of runs
-that are well (FrozenLake, PPO, episodes played ahead, Sokoban, a shop, and a folder written by hand): nothing may be
-found there. What each finding means is in [doctor.md](../doctor.md).
+The script injects each fault and runs the doctor. *doctor --model* is a fault of a model folder or a configuration,
+found before a run; *run* is a small run with the fault; *run files* is a fault written into the folder of a healthy
+run. `tests/doctor/test_faults.py` runs the same table, and also healthy runs (FrozenLake, PPO, asynchronous training,
+Sokoban, a shop, a generated folder), in which nothing may be found. [doctor.md](../doctor.md) explains the findings.
 
-Once, 2026-11-16, it was also asked of 20 runs of other shapes, all of them well: the demo; three steps and one; GSPO,
-GiGPO, PPO, RLOO, DAPO; adapters; episodes played ahead; other seeds; groups of 2 and of 32; no evaluation; Sokoban,
-rooms, the shop, a calculator, three sources in one run, StateLM; and of 105 moments of 14 of them, as if each were
-still going on (the files up to a step). Nothing was found. A step size of 3 with GSPO was: `lr_too_high`.
+On 2026-11-16 the doctor was also run on 20 other healthy runs: the demo; three steps and one; GSPO, GiGPO, PPO, RLOO,
+DAPO; adapters; asynchronous training; other seeds; groups of 2 and of 32; no evaluation; Sokoban, rooms, the shop, a
+calculator, three sources in one run, StateLM; and on 105 intermediate states of 14 of them (the files up to a step).
+Nothing was found. A learning rate of 3 with GSPO was found: `lr_too_high`.
 
 """
 
@@ -39,7 +38,7 @@ def listed(text: str) -> list[tuple[str, str, str]]:
 def main() -> None:
     from faults import FAULTS
 
-    lines = ["| fault | looked at | finding | |", "|---|---|---|---|"]
+    lines = ["| fault | checked | finding | result |", "|---|---|---|---|"]
     missed = 0
     for fault in FAULTS:
         with tempfile.TemporaryDirectory() as place:
