@@ -1,4 +1,4 @@
-"""The faults that the doctor must find: one table, run by the tests and told in docs/results/doctor.md."""
+"""The faults that the doctor must find: one table, run by the tests and listed in docs/results/doctor.md."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def looping(step: int, task: int, member: int) -> Any:
 
 
 def same(step: int, task: int, member: int) -> Any:
-    return runs.episode(step, task, member, said=["Go left.", "Go left."])
+    return runs.episode(step, task, member, replies=["Go left.", "Go left."])
 
 
 def silent(step: int, task: int, member: int) -> Any:
