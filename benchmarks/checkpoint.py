@@ -1,13 +1,14 @@
-"""How long a checkpoint holds a run up, and how long writing it takes beside the run.
+"""How long a checkpoint blocks a run, and how long it takes to write it in the background.
 
     python benchmarks/checkpoint.py --model 0.5b --device cpu
     python benchmarks/checkpoint.py --model 4b --device cuda --folder /data/checkpoints
 
-Random weights of the shapes of Qwen2.5 (0.5b, 1.5b, 7b) and Qwen3 (4b) in bfloat16, float32 masters and AdamW's state,
-or adapters with `--lora`. One JSON line. `held_s` is what the run waits at a checkpoint (best and worst of `--repeats`,
-after memory has been taken in `reserve_s`), `copied_s` when a GPU has sent everything, `written_s` what hashing,
-writing and syncing take in the background, `at_once_s` the same checkpoint with nothing in the background, and `beside`
-how many times as long a thousand small products take the host while a checkpoint is written.
+Random bfloat16 weights with the shapes of Qwen2.5 (0.5b, 1.5b, 7b) and Qwen3 (4b), float32 master weights and AdamW's
+state, or adapters with `--lora`. Prints one JSON line. `held_s` is the time that a checkpoint blocks the run (best;
+`held_worst_s` is the worst of `--repeats`), after memory was allocated in `reserve_s`. `copied_s` is the time until the
+GPU has copied everything to the host, `written_s` the time of hashing, writing and syncing in the background,
+`at_once_s` the time of the same checkpoint in the foreground. `beside` is the slowdown of 1,000 small matrix products
+while a checkpoint is written.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import arborl  # noqa: F401  # before torch, as everyone does who starts a run
+import arborl  # noqa: F401  # imported before torch, as in a training run
 
 # isort: split
 import torch
@@ -37,10 +38,10 @@ from arborl.models.lora import add_lora
 from arborl.types import Sampling
 
 
-def _qwen2(hidden: int, inner: int, layers: int, heads: int, keys: int, tied: bool = True) -> Qwen2Config:
+def _qwen2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, tied: bool = True) -> Qwen2Config:
     return Qwen2Config(
-        vocab_size=151_936, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=keys, tie_word_embeddings=tied,
+        vocab_size=151_936, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=tied,
     )  # fmt: skip
 
 
@@ -57,7 +58,7 @@ SHAPES = {
 
 
 def random_model(name: str, device: str) -> PreTrainedModel:
-    """A model of these shapes, made where it will be."""
+    """Create a model with random weights on its device."""
     torch.manual_seed(0)
     config = SHAPES[name]()
     with torch.device(device):
@@ -66,8 +67,8 @@ def random_model(name: str, device: str) -> PreTrainedModel:
     return model
 
 
-def learner_of(model: PreTrainedModel) -> Learner:
-    """A learner whose optimiser has made a step."""
+def make_learner(model: PreTrainedModel) -> Learner:
+    """A learner whose optimizer has made a step, so that its state exists."""
     learner = Learner(model, LearnerConfig(lr=1e-6), Sampling())
     learner.optimizer.gradients()
     learner.optimizer.step(1.0)
@@ -83,8 +84,8 @@ def timed(work: Callable[[], object], device: str) -> float:
     return time.perf_counter() - began
 
 
-def host_work(device: str) -> float:
-    """Seconds that the host takes for a thousand small products: what sampling is made of."""
+def time_host_work(device: str) -> float:
+    """Seconds of 1,000 small matrix products: a proxy for the host time of sampling."""
     x = torch.ones(64, 64, device=device)
 
     def work() -> None:
@@ -97,17 +98,17 @@ def host_work(device: str) -> float:
 
 
 def measure(learner: Learner, root: Path, device: str, repeats: int) -> dict[str, float]:
-    background, held, copied, written, beside = BackgroundWriter(), [], [], [], []
-    alone = min(host_work(device) for _ in range(5))
+    background, held, copied, written, busy_seconds = BackgroundWriter(), [], [], [], []
+    idle_seconds = min(time_host_work(device) for _ in range(5))
     reserve = timed(learner.reserve(), device)
     for step in range(repeats):
         began = time.perf_counter()
         snapshot = learner.snapshot()
 
         def write(snapshot=snapshot, step=step) -> float:
-            since = time.perf_counter()
+            write_start = time.perf_counter()
             save(root, step, snapshot.write, {}, keep=1)
-            return time.perf_counter() - since
+            return time.perf_counter() - write_start
 
         background.start(write)
         job = background.job
@@ -116,14 +117,14 @@ def measure(learner: Learner, root: Path, device: str, repeats: int) -> dict[str
         snapshot.copied.event.synchronize() if snapshot.copied.event is not None else None
         copied.append(time.perf_counter() - began)
         while background.busy:
-            beside.append(host_work(device))
+            busy_seconds.append(time_host_work(device))
         written.append(job.result())
         background.wait()
     background.close()
-    mean = sum(beside) / len(beside) if beside else alone
+    mean = sum(busy_seconds) / len(busy_seconds) if busy_seconds else idle_seconds
     return {
         "reserve_s": reserve, "held_s": min(held), "held_worst_s": max(held), "copied_s": min(copied),
-        "written_s": min(written), "beside": mean / alone, "beside_worst_s": max(beside, default=0.0),
+        "written_s": min(written), "beside": mean / idle_seconds, "beside_worst_s": max(busy_seconds, default=0.0),
     }  # fmt: skip
 
 
@@ -133,23 +134,23 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 trains all weights")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="where to write; without it, a temporary folder")
+    parser.add_argument("--folder", type=Path, help="folder for the checkpoints; default: a temporary folder")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     model = random_model(args.model, args.device)
     if args.lora:
         add_lora(model, LoraConfig(rank=args.lora))
-    learner = learner_of(model)
+    learner = make_learner(model)
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     try:
-        found = measure(learner, folder, args.device, args.repeats)
+        measurements = measure(learner, folder, args.device, args.repeats)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        found["at_once_s"] = timed(lambda: save(folder, args.repeats, learner.save, {}, keep=1), args.device)
+        measurements["at_once_s"] = timed(lambda: save(folder, args.repeats, learner.save, {}, keep=1), args.device)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     row = {"model": args.model, "lora": args.lora, "gib": round(size / 2**30, 2)}
-    row |= {name: round(value, 4) for name, value in found.items()}
+    row |= {name: round(value, 4) for name, value in measurements.items()}
     row |= {
         "device": torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()} CPU",
         "threads": torch.get_num_threads(), "torch": torch.__version__, "transformers": transformers.__version__,

@@ -1,9 +1,9 @@
-"""A long document, indexed and searched by the document tools, beside a plain scan of its chunks.
+"""Index and search of a long document by the document tools, compared with a scan of all chunks.
 
     python benchmarks/documents.py --tokens 1000000 --json
 
-Builds the index as `buildIndex` does, with seedling's tokenizer, and searches it as `searchEngine` does, for words that
-are anywhere, words that are rare, and phrases. Memory is what the process grew by, the document itself included.
+Builds the index with `buildIndex` and seedling's tokenizer, and searches it with `searchEngine` for frequent words,
+rare words and phrases. Memory is the growth of the process, including the document itself.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from arborl.types import Task
 
 
 def resident_mb() -> float:
-    """Megabytes this process holds in memory."""
+    """Resident memory of this process in MB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def keywords(subjects: list[str]) -> list[str]:
-    """Frequent, rare, in phrases, several, and absent."""
-    usual = ["fox", "harbour, tower", '"at the market"', "old horse", "nothing like this", "stranger, boat, snow, moon"]
-    return [*subjects, *usual]
+    """Queries with frequent, rare, several and absent words, and with phrases."""
+    other = ["fox", "harbour, tower", '"at the market"', "old horse", "nothing like this", "stranger, boat, snow, moon"]
+    return [*subjects, *other]
 
 
 def scan(chunks: list[str], keyword: str) -> int:
-    """What searching without an index would be: every chunk, for each word."""
+    """Baseline without an index: search every chunk for each word."""
     words = [re.compile(rf"\b{re.escape(word.strip())}\b", re.IGNORECASE) for word in keyword.split(",")]
     return sum(any(word.search(chunk) for word in words) for chunk in chunks)
 
@@ -84,11 +84,11 @@ async def measure(tokens: int, chunk_size: int, repeats: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measured(work: tuple[int, int, int]) -> dict[str, Any]:
+def measure_case(work: tuple[int, int, int]) -> dict[str, Any]:
     return asyncio.run(measure(*work))
 
 
-def describe(row: dict[str, Any]) -> str:
+def format_row(row: dict[str, Any]) -> str:
     work = "{tokens:,} tokens in {chunks:,} chunks of {chunk_size}".format_map(row)
     search = "search {search_ms_median:.1f} ms (worst {search_ms_worst:.1f}), plain scan {scan_ms_median:.1f} ms"
     return f"{work}: index {row['build_seconds']:.2f} s, {search.format_map(row)}, {row['memory_mb']:.0f} MB"
@@ -99,13 +99,12 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--chunk-size", type=int, nargs="+", default=[4000, 300])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="one JSON line a size, nothing else")
+    parser.add_argument("--json", action="store_true", help="print only one JSON line per chunk size")
     args = parser.parse_args()
-    with multiprocessing.get_context("spawn").Pool(
-        1, maxtasksperchild=1
-    ) as fresh:  # memory of one is not the next one's
-        for row in fresh.imap(measured, [(args.tokens, size, args.repeats) for size in args.chunk_size]):
-            print(json.dumps(row) if args.json else describe(row))
+    # A new process for each case, so that memory is measured separately.
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        for row in pool.imap(measure_case, [(args.tokens, size, args.repeats) for size in args.chunk_size]):
+            print(json.dumps(row) if args.json else format_row(row))
             sys.stdout.flush()
     return 0
 

@@ -1,11 +1,11 @@
-"""Rollouts under load: many environments at once, some that block, and groups that do not wait for stragglers.
+"""Rollouts under load: many concurrent environments, blocking environments, and groups with redundant episodes.
 
     python benchmarks/environments.py --case all
 
-Cases: `throughput` (environment steps a second, a thousand FrozenLakes in flight), `slow` (the same with one
-environment in fifty asleep for 2 s a step), `redundancy` (log-normal latency, groups with and without redundant
-members). Replies are scripted, so what is measured is everything but the model: rendering, tokenising, recording,
-environments, scheduling. One JSON line a measurement.
+Cases: `throughput` (environment steps per second with 1,000 concurrent FrozenLakes), `slow` (the same, where one
+environment in fifty blocks for 2 s in each step), `redundancy` (log-normal latency, groups with and without redundant
+episodes). Replies are scripted, so everything but the model is measured: rendering, tokenization, recording,
+environments, scheduling. Prints one JSON line per measurement.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ MOVES = [f"<answer>{move}</answer>" for move in ("Left", "Down", "Right", "Up")]
 
 
 class YieldingEngine(ScriptedEngine):
-    """Lets everybody else run before it answers, as an engine that computes does: all episodes are then in flight."""
+    """Yields to the event loop before each completion, as a real engine does, so that all episodes run concurrently."""
 
     async def generate(self, prompt, sampling, *, session):
         await asyncio.sleep(0)
         return await super().generate(prompt, sampling, session=session)
 
 
-class Sleeper(FrozenLake):
-    """Plain functions, and every step takes its time: what a naive wrapper of a slow program looks like."""
+class BlockingLake(FrozenLake):
+    """Synchronous methods and a blocking sleep in every step, like a simple wrapper of a slow program."""
 
     seconds = 2.0
 
@@ -62,8 +62,8 @@ class Sleeper(FrozenLake):
         return asyncio.run(super().step(action))
 
 
-class Straggler(FrozenLake):
-    """Every step waits; how long is drawn for the episode from a log-normal distribution."""
+class RandomLatencyLake(FrozenLake):
+    """Every step waits for a latency that is drawn once per episode from a log-normal distribution."""
 
     blocking = False
 
@@ -80,103 +80,112 @@ class Straggler(FrozenLake):
         return await super().step(action)
 
 
-def rollout(env: Callable[[Task], Env], concurrency: int, workers: str = "auto") -> Rollout:
+def make_rollout(env: Callable[[Task], Env], concurrency: int, workers: str = "auto") -> Rollout:
     renderer = Renderer.from_folder(resolve("seedling"))
     engine = YieldingEngine(replies(renderer, MOVES))
-    cast = EpisodeFactories(lambda task: ChatAgent(), env)
-    return Rollout(engine, renderer, cast, Sampling(16), EpisodeLimits(), concurrency, Workers(workers))
+    factories = EpisodeFactories(lambda task: ChatAgent(), env)
+    return Rollout(engine, renderer, factories, Sampling(16), EpisodeLimits(), concurrency, Workers(workers))
 
 
-def tasks(count: int, prefix: str = "t") -> list[Task]:
+def make_tasks(count: int, prefix: str = "t") -> list[Task]:
     return [Task(f"{prefix}{i}", env="frozen_lake", seed=i, fields={"split": "train"}) for i in range(count)]
 
 
-def steps(groups: list[Group]) -> int:
+def count_steps(groups: list[Group]) -> int:
     failed = [episode.failure for group in groups for episode in group.episodes if episode.failure]
     assert not failed, failed[0]
     return sum(len(episode.turns) for group in groups for episode in group.episodes)
 
 
-def megabytes() -> float:
+def peak_rss_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def throughput(args: argparse.Namespace) -> dict[str, object]:
-    before = megabytes()
-    one = rollout(lambda task: FrozenLake(), args.concurrency)
-    asyncio.run(one.collect(tasks(64), 0, 8))
+def measure_throughput(args: argparse.Namespace) -> dict[str, object]:
+    before = peak_rss_mb()
+    rollout = make_rollout(lambda task: FrozenLake(), args.concurrency)
+    asyncio.run(rollout.collect(make_tasks(64), 0, 8))
     best: dict[str, object] = {}
     for trial in range(args.repeat):
         began, used = time.perf_counter(), time.process_time()
-        done = steps(asyncio.run(one.collect(tasks(args.episodes // 8), trial, 8)))
+        done = count_steps(asyncio.run(rollout.collect(make_tasks(args.episodes // 8), trial, 8)))
         wall, cpu = time.perf_counter() - began, time.process_time() - used
         if not best or done / wall > float(str(best["steps_per_second"])):
             best = {"steps": done, "steps_per_second": done / wall, "steps_per_cpu_second": done / cpu, "wall_s": wall}
-    return best | {"in_flight": args.concurrency, "peak_mb": megabytes(), "peak_mb_above_start": megabytes() - before}
+    return best | {
+        "in_flight": args.concurrency,
+        "peak_mb": peak_rss_mb(),
+        "peak_mb_above_start": peak_rss_mb() - before,
+    }
 
 
-def slow(args: argparse.Namespace) -> dict[str, object]:
-    """The rate of the others, from the beginning until the last of them is done, beside what it is without sleepers."""
-    size, asleep = 4, args.concurrency // 50
+def measure_blocking(args: argparse.Namespace) -> dict[str, object]:
+    """Step rate of the non-blocking environments, until the last of them ends, with and without blocking ones."""
+    size, num_blocking = 4, args.concurrency // 50
 
-    def rate(sleepers: int) -> float:
-        ends: list[float] = []
+    def measure_rate(num_blocking: int) -> float:
+        end_times: list[float] = []
 
-        class Quick(FrozenLake):
+        class TimedLake(FrozenLake):
             blocking = False
 
             async def close(self) -> None:
-                ends.append(time.perf_counter())
+                end_times.append(time.perf_counter())
 
-        one = rollout(lambda task: Sleeper() if task.id.startswith("z") else Quick(), args.concurrency)
-        chosen = [*tasks(sleepers // size, "z"), *tasks(args.episodes // size)]  # the sleepers come first and stay
+        rollout = make_rollout(
+            lambda task: BlockingLake() if task.id.startswith("z") else TimedLake(), args.concurrency
+        )
+        # Blocking environments start first.
+        batch = [*make_tasks(num_blocking // size, "z"), *make_tasks(args.episodes // size)]
 
-        async def play() -> float:
+        async def collect_batch() -> float:
             began = time.perf_counter()
-            groups = await one.collect(chosen, 0, size)
-            others = steps([group for group in groups if not group.task.id.startswith("z")])
-            return others / (max(ends) - began)
+            groups = await rollout.collect(batch, 0, size)
+            num_steps = count_steps([group for group in groups if not group.task.id.startswith("z")])
+            return num_steps / (max(end_times) - began)
 
-        return asyncio.run(play())
+        return asyncio.run(collect_batch())
 
-    rate(0)
-    pairs = [(rate(0), rate(asleep)) for _ in range(args.repeat)]
-    alone, beside = max(pair[0] for pair in pairs), max(pair[1] for pair in pairs)
+    measure_rate(0)
+    pairs = [(measure_rate(0), measure_rate(num_blocking)) for _ in range(args.repeat)]
+    baseline_rate, rate_with_blocking = max(pair[0] for pair in pairs), max(pair[1] for pair in pairs)
     return {
         "in_flight": args.concurrency,
-        "asleep": asleep,
-        "steps_per_second_alone": alone,
-        "steps_per_second_beside_sleepers": beside,
-        "kept": beside / alone,
+        "asleep": num_blocking,
+        "steps_per_second_alone": baseline_rate,
+        "steps_per_second_beside_sleepers": rate_with_blocking,
+        "kept": rate_with_blocking / baseline_rate,
         "kept_each": [round(b / a, 3) for a, b in pairs],
     }
 
 
-def redundancy(args: argparse.Namespace) -> dict[str, object]:
-    """16 groups of 8 with stragglers: seconds until the batch is complete, and what the algorithm makes of it."""
+def measure_redundancy(args: argparse.Namespace) -> dict[str, object]:
+    """16 groups of 8 with random latency: seconds until the batch is complete, and mean advantages of its groups."""
     result: dict[str, object] = {"groups": 16, "group_size": 8, "median_step_s": args.median, "sigma": args.sigma}
     algorithm = make_algorithm(AlgorithmConfig())
-    for extra in (0, 2, 4):
-        seconds, means, compared = [], [], 0
+    for num_redundant in (0, 2, 4):
+        seconds, means, num_groups = [], [], 0
         for trial in range(args.repeat):
-            one = rollout(lambda task: Straggler(args.median, args.sigma), 1000)
+            rollout = make_rollout(lambda task: RandomLatencyLake(args.median, args.sigma), 1000)
             began = time.perf_counter()
-            groups = asyncio.run(one.collect(tasks(16), trial, 8, options=GroupOptions(redundancy=extra)))
+            groups = asyncio.run(
+                rollout.collect(make_tasks(16), trial, 8, options=GroupOptions(redundancy=num_redundant))
+            )
             seconds.append(time.perf_counter() - began)
             assert all(len(group.valid_episodes) == 8 for group in groups)
-            found = _mean_advantages(algorithm, groups)
-            means, compared = [*means, *found], compared + len(found)
+            group_means = _mean_advantages(algorithm, groups)
+            means, num_groups = [*means, *group_means], num_groups + len(group_means)
         result |= {
-            f"seconds_with_{extra}": float(np.median(seconds)),
-            f"groups_compared_with_{extra}": compared,
-            f"mean_advantage_with_{extra}": float(np.abs(means).max()),
+            f"seconds_with_{num_redundant}": float(np.median(seconds)),
+            f"groups_compared_with_{num_redundant}": num_groups,
+            f"mean_advantage_with_{num_redundant}": float(np.abs(means).max()),
         }
-        result[f"ratio_with_{extra}"] = float(str(result["seconds_with_0"])) / float(np.median(seconds))
+        result[f"ratio_with_{num_redundant}"] = float(str(result["seconds_with_0"])) / float(np.median(seconds))
     return result
 
 
 def _mean_advantages(algorithm: object, groups: list[Group]) -> list[float]:
-    """Mean advantage of each group that is trained on, one vote an episode: 0 whatever was cancelled."""
+    """Mean advantage over the episodes of each trained group; it must be 0 whichever episodes were cancelled."""
     for group in groups:
         for episode in group.episodes:
             episode.rewards["env"] = sum(turn.reward for turn in episode.turns)
@@ -187,7 +196,7 @@ def _mean_advantages(algorithm: object, groups: list[Group]) -> list[float]:
     return [float(terms.advantage[first][trees == tree].mean()) for tree in np.unique(trees)]
 
 
-CASES = {"throughput": throughput, "slow": slow, "redundancy": redundancy}
+CASES = {"throughput": measure_throughput, "slow": measure_blocking, "redundancy": measure_redundancy}
 
 
 def main() -> None:
@@ -196,12 +205,16 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=1000)
     parser.add_argument("--episodes", type=int, default=4000)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--median", type=float, default=0.05, help="seconds a step of the median straggler")
-    parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of that")
+    parser.add_argument("--median", type=float, default=0.05, help="median latency of a step in seconds")
+    parser.add_argument("--sigma", type=float, default=1.0, help="standard deviation of the logarithm of the latency")
     args = parser.parse_args()
-    about = {"python": platform.python_version(), "machine": platform.machine(), "command": " ".join(sys.argv[1:])}
+    machine_info = {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "command": " ".join(sys.argv[1:]),
+    }
     for name in CASES if args.case == "all" else [args.case]:
-        print(json.dumps({"case": name} | CASES[name](args) | about), flush=True)
+        print(json.dumps({"case": name} | CASES[name](args) | machine_info), flush=True)
 
 
 if __name__ == "__main__":

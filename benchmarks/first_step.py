@@ -1,14 +1,15 @@
-"""How long until the first update is done: from the start of a process to the end of its first update, and after.
+"""Time from the start of a process to the end of its first update, and the times of later updates.
 
     python benchmarks/first_step.py --model 0.5b
     python benchmarks/first_step.py --model smollm2
     python benchmarks/first_step.py --model 7b --lora 16 --ways kernel-fused kernel-plain
 
-Each way is a process of its own that begins with empty caches of compiled code, and then another that finds what the
-first has left. Models are random unless real ones are named, in bfloat16 on a GPU. An update is four groups of eight
-answers of 256 tokens to a prompt of 2,048; the second is as large, the third smaller, the fourth as the third: by then
-nothing should be new. One JSON line a process. `way` is what the learner really did: one that failed its comparison is
-not the one that was asked for.
+Each execution path is measured in two processes: one with empty caches of compiled code (`cold`), then one with the
+caches that the first left (`warm`). Models have random weights unless `--model` names trained ones, in bfloat16 on a
+GPU. The first update has four groups of eight completions of 256 tokens for a prompt of 2,048; the second has the same
+sizes, the third is smaller, the fourth has the sizes of the third, so that it should compile nothing. Prints one JSON
+line per process. `asked` is the requested execution path, `way` the path that the learner used: a path that fails its
+check is replaced by a fallback.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-WAYS = {"kernel-fused": ("kernel", True), "kernel-plain": ("kernel", False), "dense-plain": ("dense", False)}
-"""How trees are attended, and whether layers are fused."""
-SIZES = [(4, 2048, 256), (4, 2048, 256), (3, 1500, 200), (3, 1500, 200)]
-"""Groups, tokens of a prompt, tokens of each of eight answers."""
+EXECUTION_PATHS = {"kernel-fused": ("kernel", True), "kernel-plain": ("kernel", False), "dense-plain": ("dense", False)}
+"""Implementation of tree attention, and whether layers are fused, by name of the execution path."""
+UPDATE_SIZES = [(4, 2048, 256), (4, 2048, 256), (3, 1500, 200), (3, 1500, 200)]
+"""Of each update: number of groups, tokens of a prompt, tokens of each of eight completions."""
 
 
-def work(args: argparse.Namespace) -> dict[str, Any]:
-    """What one process does; `args.began` is when it was started."""
-    import arborl  # noqa: F401  # before torch, as everyone does who starts a run
+def measure_updates(args: argparse.Namespace) -> dict[str, Any]:
+    """Run all updates in this process and return their times; `args.began` is the start time of the process."""
+    import arborl  # noqa: F401  # imported before torch, as in a training run
 
     # isort: split
     import numpy as np
     import torch
-    from bodies import load, weights_of
-    from learner import Likelier
-    from texts import texts_of
+    from benchmark_models import load, weights_kind
+    from learner import Reinforce
+    from texts import make_texts
 
     from arborl.config.run_config import LearnerConfig, LoraConfig
     from arborl.learner.attention import path_selection
@@ -47,43 +48,47 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
     from arborl.rollout.token_trees import build_token_trees
     from arborl.types import Call, Completion, Episode, FinishReason, Forest, Group, Sampling, Task
 
-    imported = time.time() - args.began
-    attention, fused = WAYS[args.way]
+    import_seconds = time.time() - args.began
+    attention, fused = EXECUTION_PATHS[args.way]
     if not fused:
         path_selection.supports_fused_layers = lambda model: False
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
 
-    class Learned(Likelier):
+    class CountingReinforce(Reinforce):
         def count(self, terms: Any) -> float:
             return float(len(terms))
 
-    def forest_of(groups: int, prompt: int, answer: int) -> Forest:
-        made = []
+    def make_forest(groups: int, prompt: int, answer: int) -> Forest:
+        built_groups = []
         for _ in range(groups):
-            opening = tuple(texts.prompt(prompt, chance))
-            answers = [tuple(texts.text(answer, chance)) for _ in range(8)]
-            calls = [Call(opening, Completion(said, (-6.0,) * answer, FinishReason.STOP), 0) for said in answers]
-            made.append(Group(Task("t"), [Episode(str(i), Task("t"), calls=[call]) for i, call in enumerate(calls)]))
-        forest = build_token_trees(made)
+            prompt_tokens = tuple(texts.prompt(prompt, rng))
+            answers = [tuple(texts.text(answer, rng)) for _ in range(8)]
+            calls = [
+                Call(prompt_tokens, Completion(tokens, (-6.0,) * answer, FinishReason.STOP), 0) for tokens in answers
+            ]
+            built_groups.append(
+                Group(Task("t"), [Episode(str(i), Task("t"), calls=[call]) for i, call in enumerate(calls)])
+            )
+        forest = build_token_trees(built_groups)
         forest.terms.advantage[:] = np.cos(forest.terms.call)
         forest.terms.weight[:] = 1.0 / len(forest.terms)
         return forest
 
     cuda = args.device == "cuda"
     model = load(args.model, args.device, outliers=args.outliers)
-    texts = texts_of(args.model, model.config.vocab_size)
+    texts = make_texts(args.model, model.config.vocab_size)
     if args.lora:
         add_lora(model, LoraConfig(rank=args.lora))
     learner = Learner(model, LearnerConfig(attention=attention, master=args.master), Sampling())
-    row: dict[str, Any] = {"imported_s": imported, "ready_s": time.time() - args.began}
+    row: dict[str, Any] = {"imported_s": import_seconds, "ready_s": time.time() - args.began}
     seconds = []
-    for groups, prompt, answer in SIZES:
-        share = 1 if cuda else 16
-        forest = forest_of(groups, prompt // share, answer // share)
+    for groups, prompt, answer in UPDATE_SIZES:
+        divisor = 1 if cuda else 16
+        forest = make_forest(groups, prompt // divisor, answer // divisor)
         if cuda:
             torch.cuda.synchronize()
         start = time.time()
-        learner.update(forest.trees, forest.terms, Learned())
+        learner.update(forest.trees, forest.terms, CountingReinforce())
         if cuda:
             torch.cuda.synchronize()
         seconds.append(time.time() - start)
@@ -93,14 +98,14 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
         "way": str(learner.path_selector(model, learner.micro_batcher.split(forest.trees, forest.terms)[0])),
     }
     row |= {"micro_batch_tokens": learner.micro_batcher.budget, "torch": torch.__version__, "device": args.device}
-    row |= {"weights": weights_of(args.model, args.outliers), "dtype": str(model.dtype).removeprefix("torch.")}
+    row |= {"weights": weights_kind(args.model, args.outliers), "dtype": str(model.dtype).removeprefix("torch.")}
     if cuda:
         row |= {"peak_gib": torch.cuda.max_memory_allocated() / 2**30, "device": torch.cuda.get_device_name()}
     return row
 
 
-def started(way: str, cache: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """One process; what it said, or how it failed."""
+def run_process(way: str, cache: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Start one process; returns its result row, or the reason of its failure."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(cache / "triton")}
     command = [sys.executable, __file__, "--way", way, "--model", args.model, "--lora", str(args.lora)]
     command += ["--device", args.device, "--master", args.master, "--began", str(time.time())]
@@ -108,43 +113,49 @@ def started(way: str, cache: Path, args: argparse.Namespace) -> dict[str, Any]:
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=args.timeout)
     except subprocess.TimeoutExpired:
-        return {"failed": f"not done after {args.timeout} s"}
+        return {"failed": f"timeout after {args.timeout} s"}
     if done.returncode:
-        return {"failed": done.stderr.strip().splitlines()[-1][:300] if done.stderr.strip() else "no word"}
-    said: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    warned = [line[:200] for line in done.stderr.splitlines() if "not used" in line]
-    return said | ({"warned": warned} if warned else {})
+        return {"failed": done.stderr.strip().splitlines()[-1][:300] if done.stderr.strip() else "no error output"}
+    row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    warnings = [line[:200] for line in done.stderr.splitlines() if "not used" in line]
+    return row | ({"warned": warnings} if warnings else {})
 
 
-def rounded(value: Any) -> Any:
+def round_floats(value: Any) -> Any:
     if isinstance(value, list):
-        return [rounded(v) for v in value]
+        return [round_floats(v) for v in value]
     return round(value, 3) if isinstance(value, float) else value
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", default="0.5b", help="smollm2, seedling or a folder; 0.5b, 1.5b, 4b, 7b, tiny (random)"
+        "--model",
+        default="0.5b",
+        help="smollm2, seedling or a folder (trained weights); 0.5b, 1.5b, 4b, 7b, tiny (random weights)",
     )
-    parser.add_argument("--outliers", action=argparse.BooleanOptionalAction, default=True, help="of random weights")
-    parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 trains the whole model")
-    parser.add_argument("--ways", nargs="*", choices=WAYS, default=["kernel-fused"])
+    parser.add_argument(
+        "--outliers", action=argparse.BooleanOptionalAction, default=True, help="add outliers to random weights"
+    )
+    parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 trains all weights")
+    parser.add_argument("--ways", nargs="*", choices=EXECUTION_PATHS, default=["kernel-fused"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--master", choices=["float32", "none"], default="float32", help="none where memory is short")
-    parser.add_argument("--json", action="store_true", help="as always: one JSON line a process")
-    parser.add_argument("--timeout", type=int, default=240, help="seconds a process may take")
-    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--master", choices=["float32", "none"], default="float32", help="master weights; none if memory is short"
+    )
+    parser.add_argument("--json", action="store_true", help="no effect: the output is always JSON lines")
+    parser.add_argument("--timeout", type=int, default=240, help="time limit of a process in seconds")
+    parser.add_argument("--way", choices=EXECUTION_PATHS, help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, default=0.0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.way:
-        print(json.dumps(work(args)))
+        print(json.dumps(measure_updates(args)))
         return 0
     for way in args.ways:
         with tempfile.TemporaryDirectory() as cache:
             for start in ("cold", "warm"):
                 row = {"asked": way, "model": args.model, "lora": args.lora, "start": start}
-                row |= {key: rounded(value) for key, value in started(way, Path(cache), args).items()}
+                row |= {key: round_floats(value) for key, value in run_process(way, Path(cache), args).items()}
                 print(json.dumps(row), flush=True)
     return 0
 

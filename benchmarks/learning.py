@@ -1,10 +1,10 @@
-"""Learning runs beside one another: one process each, on cores of its own, alike but for what is compared.
+"""Training runs that are compared with each other: one process per run, each on its own CPU cores.
 
     python benchmarks/learning.py algorithms --out runs/learning --workers 2
     python benchmarks/learning.py sokoban shop --workers 1 --threads 2 --json
 
-A suite is a row of `SUITES`. Prints a line for each run with held-out success before and after; `OUT/SUITE` holds the
-runs' folders, and `curves.png` all their curves.
+A suite is an entry of `SUITES`. Prints one line per run with the success rate on held-out tasks before and after
+training; `OUT/SUITE` contains the run folders and `curves.png` with the curves of all runs.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 ALGORITHMS = ("grpo", "rloo", "reinforce_plus_plus", "ppo", "gspo", "gigpo", "a2c", "dpo")
 STD = {f"{std} {seed}": (f"algorithm.std={std}", f"seed={seed}") for std in ("none", "group") for seed in range(3)}
-READING = "agent.args.toolset=[searchEngine,readChunk,finish]"
+READING_TOOLS = "agent.args.toolset=[searchEngine,readChunk,finish]"
 
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Runs that belong in one picture: a recipe (the demo where there is none), and what each changes of it."""
+    """Runs of one figure: a recipe (the demo if empty) and the settings that each run overrides."""
 
     title: str
     recipe: str
@@ -60,30 +60,30 @@ SUITES = {
         "statelm",
         {
             "statelm": (),
-            "no management": ("agent.args.policy=none", READING),
-            "window": ("agent.args.policy=window", "agent.args.window=4", READING),
-            "summaries": ("agent.args.policy=summary", READING),
-            "summaries masked": ("agent.args.policy=summary", "agent.args.train_summaries=false", READING),
+            "no management": ("agent.args.policy=none", READING_TOOLS),
+            "window": ("agent.args.policy=window", "agent.args.window=4", READING_TOOLS),
+            "summaries": ("agent.args.policy=summary", READING_TOOLS),
+            "summaries masked": ("agent.args.policy=summary", "agent.args.train_summaries=false", READING_TOOLS),
         },
     ),
     "mixed": Suite("Three agents in one run", "mixed", {"mixed": ()}),
 }
-QUIET = ("model.device=cpu", "track.gifs=0", "track.tensorboard=false")
+COMMON_SETTINGS = ("model.device=cpu", "track.gifs=0", "track.tensorboard=false")
 
 
-def train(suite: str, name: str, out: Path, extra: Sequence[str], cores: SimpleQueue[list[int]]) -> dict[str, Any]:
-    """One run in a process of its own, on cores that nobody else has."""
-    chosen, folder, own = SUITES[suite], out / suite / name.replace(" ", "-"), cores.get()
-    recipe = [str(ROOT / "recipes" / chosen.recipe / "run.yaml")] if chosen.recipe else []
-    given = [*chosen.runs[name], *QUIET, f"threads={len(own)}", f"output_dir={folder}", *extra]
+def train(suite: str, name: str, out: Path, extra: Sequence[str], core_pool: SimpleQueue[list[int]]) -> dict[str, Any]:
+    """Train one run in its own process, on CPU cores that no other run uses."""
+    selected, folder, cores = SUITES[suite], out / suite / name.replace(" ", "-"), core_pool.get()
+    recipe = [str(ROOT / "recipes" / selected.recipe / "run.yaml")] if selected.recipe else []
+    overrides = [*selected.runs[name], *COMMON_SETTINGS, f"threads={len(cores)}", f"output_dir={folder}", *extra]
     began = time.perf_counter()
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "arborl", "train", *recipe, *given], cwd=ROOT, capture_output=True, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": str(len(own))}, preexec_fn=lambda: os.sched_setaffinity(0, own),
+            [sys.executable, "-m", "arborl", "train", *recipe, *overrides], cwd=ROOT, capture_output=True, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": str(len(cores))}, preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )  # fmt: skip
     finally:
-        cores.put(own)
+        core_pool.put(cores)
     row = {"suite": suite, "run": name, "seconds": round(time.perf_counter() - began, 1)}
     if done.returncode:
         return row | {"error": (done.stderr or done.stdout).strip().splitlines()[-5:]}
@@ -93,28 +93,28 @@ def train(suite: str, name: str, out: Path, extra: Sequence[str], cores: SimpleQ
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suites", nargs="+", choices=list(SUITES))
-    parser.add_argument("--only", nargs="*", help="of the runs, only these")
+    parser.add_argument("--only", nargs="*", help="names of the runs to train; default: all")
     parser.add_argument("--out", type=Path, default=Path("runs/learning"))
-    parser.add_argument("--workers", type=int, default=1, help="runs at once")
-    parser.add_argument("--threads", type=int, default=1, help="cores a run has")
-    parser.add_argument("--set", nargs="*", default=[], metavar="a.b=c", help="settings for all runs")
-    parser.add_argument("--json", action="store_true", help="one JSON line a run, nothing else")
+    parser.add_argument("--workers", type=int, default=1, help="number of concurrent runs")
+    parser.add_argument("--threads", type=int, default=1, help="CPU cores per run")
+    parser.add_argument("--set", nargs="*", default=[], metavar="a.b=c", help="settings of all runs")
+    parser.add_argument("--json", action="store_true", help="print only one JSON line per run")
     args = parser.parse_args()
-    cores: SimpleQueue[list[int]] = SimpleQueue()
-    mine = sorted(os.sched_getaffinity(0))
+    core_pool: SimpleQueue[list[int]] = SimpleQueue()
+    available_cores = sorted(os.sched_getaffinity(0))
     for worker in range(args.workers):
-        cores.put([mine[(worker * args.threads + i) % len(mine)] for i in range(args.threads)])
-    asked = [
-        (suite, name) for suite in args.suites for name in SUITES[suite].runs if not args.only or name in args.only
-    ]
+        core_pool.put(
+            [available_cores[(worker * args.threads + i) % len(available_cores)] for i in range(args.threads)]
+        )
+    jobs = [(suite, name) for suite in args.suites for name in SUITES[suite].runs if not args.only or name in args.only]
 
-    def one(job: tuple[str, str]) -> dict[str, Any]:
-        row = train(*job, args.out.resolve(), args.set, cores) | {"machine": platform.machine()}
+    def run_job(job: tuple[str, str]) -> dict[str, Any]:
+        row = train(*job, args.out.resolve(), args.set, core_pool) | {"machine": platform.machine()}
         print(json.dumps(row) if args.json else row, flush=True)
         return row
 
     with ThreadPoolExecutor(args.workers) as pool:
-        rows = list(pool.map(one, asked))
+        rows = list(pool.map(run_job, jobs))
     from arborl.view import plot_runs
 
     for suite in args.suites:

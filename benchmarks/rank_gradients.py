@@ -1,13 +1,13 @@
-"""How far the gradients of a learner in two processes are from those of one, by strategy: one JSON line for each.
+"""Difference between the gradients of a learner with two ranks and with one, by strategy: one JSON line for each.
 
-    python benchmarks/rank_gradients.py            # all strategies; DeepSpeed's where it is installed
-    python benchmarks/rank_gradients.py fsdp2      # one of them
+    python benchmarks/rank_gradients.py            # all strategies; DeepSpeed's if it is installed
+    python benchmarks/rank_gradients.py fsdp2      # one strategy
 
 Float32 on a CPU, a Llama of two layers, five groups of unequal size with branches. `plain`: a clipped loss with a
-reference policy. `critic`: with values of a head on the policy's trunk. `separate`: with a critic of its own. `lora`:
-adapters, and a loss of whole sequences. The difference is the largest of all parameters over the largest gradient, of
-the policy and of the critic each by itself. Both go on from a checkpoint of three updates: a critic begins with
-a head of zeros, whose gradient reaches nothing else.
+reference model. `critic`: a value head on the policy's trunk. `separate`: a separate critic model. `lora`: adapters and
+a sequence-level loss. The difference is the largest absolute difference divided by the largest absolute gradient, for
+policy and critic separately. Both learners load a checkpoint of three updates, because a critic starts with a head of
+zeros, which passes no gradient to other layers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-for room in ("tests", "tests/learner"):
-    sys.path.insert(0, str(Path(__file__).parent.parent / room))
+for folder in ("tests", "tests/learner"):
+    sys.path.insert(0, str(Path(__file__).parent.parent / folder))
 
 STRATEGIES = {
     "ddp": ("ddp", {}), "fsdp2": ("fsdp2", {}), "tensor": ("tensor", {}), "zero-1": ("zero1", {}),
@@ -31,7 +31,7 @@ KINDS = {"plain": ("clip", 0, "auto"), "critic": ("value", 0, "shared"), "separa
 
 
 def difference(name: str, kind: str) -> float:
-    """Of the gradients of one batch."""
+    """Relative difference of the gradients of one batch."""
     from learner_fakes import Fake, batch_of, random_groups
     from test_strategies import CONFIG
     from worlds import alone, body, world
@@ -45,18 +45,18 @@ def difference(name: str, kind: str) -> float:
         single.update(forest.trees, single.score_terms(forest.trees, terms, algorithm.needs), algorithm)
     with TemporaryDirectory() as folder, world(strategy, 2, body(lora), algorithm.needs, config, **more) as group:
         single.save(Path(folder))
-        found = []
-        for one in (group, single):
-            one.load(Path(folder))
-            seen = one.score_terms(forest.trees, terms, algorithm.needs)
-            one.backward(forest.trees, seen, algorithm)
-            found.append(one.gradients())
-    ours, theirs = found
-    assert ours.keys() == theirs.keys()
+        gradients = []
+        for learner in (group, single):
+            learner.load(Path(folder))
+            scored_terms = learner.score_terms(forest.trees, terms, algorithm.needs)
+            learner.backward(forest.trees, scored_terms, algorithm)
+            gradients.append(learner.gradients())
+    distributed, reference = gradients
+    assert distributed.keys() == reference.keys()
     return max(
-        max(float((ours[key] - theirs[key]).abs().max()) for key in part)
-        / max(float(theirs[key].abs().max()) for key in part)
-        for part in ([key for key in theirs if key.startswith(whose)] for whose in ("model.", "critic."))
+        max(float((distributed[key] - reference[key]).abs().max()) for key in part)
+        / max(float(reference[key].abs().max()) for key in part)
+        for part in ([key for key in reference if key.startswith(prefix)] for prefix in ("model.", "critic."))
         if part
     )
 
@@ -68,9 +68,9 @@ def main() -> None:
         if STRATEGIES[name][0].startswith("zero") and find_spec("deepspeed") is None:
             print(json.dumps({"strategy": name, "not run": "needs pip install 'arborl[deepspeed]'"}), flush=True)
             continue
-        gaps = {kind: float(f"{difference(name, kind):.1e}") for kind in KINDS}
+        differences = {kind: float(f"{difference(name, kind):.1e}") for kind in KINDS}
         versions = {"torch": torch.__version__, "python": platform.python_version()}
-        print(json.dumps({"strategy": name, "ranks": 2, **gaps, **versions}), flush=True)
+        print(json.dumps({"strategy": name, "ranks": 2, **differences, **versions}), flush=True)
 
 
 if __name__ == "__main__":

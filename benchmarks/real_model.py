@@ -1,13 +1,13 @@
-"""Recipes of a real model, several seeds of each: training runs beside one another, and what they learned.
+"""Train recipes with a pretrained model, several seeds each, in concurrent processes, and collect their results.
 
     python benchmarks/real_model.py smollm2-frozen-lake smollm2-sums --seeds 0 1 2 --parallel 3 --out runs/real-model
     python benchmarks/real_model.py smollm2-sums --minutes 9 --set trainer.steps=100
     python benchmarks/real_model.py smollm2-sums --out runs/real-model --collect
 
-A recipe is a folder of `recipes/`, or `FOLDER/FILE` for another file than `run.yaml`. Each run is a process of its own;
-its folder is `OUT/RECIPE-SEED`, its console output `OUT/RECIPE-SEED.log`. Runs that have not ended after `--minutes`
-are stopped with SIGTERM: they write a checkpoint, and their last held-out evaluation counts. A folder that holds a
-stopped run is resumed. Prints one JSON line a run, and writes `OUT/curves.json` and `OUT/curves.png`.
+A recipe is a folder of `recipes/`, or `FOLDER/FILE` for another file than `run.yaml`. Each run is a separate process;
+its run folder is `OUT/RECIPE-SEED`, its console output `OUT/RECIPE-SEED.log`. Runs that have not finished after
+`--minutes` get SIGTERM: they write a checkpoint, and their last held-out evaluation is reported. If the folder contains
+a stopped run, the run is resumed. Prints one JSON line per run and writes `OUT/curves.json` and `OUT/curves.png`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from arborl.track.jsonl import read_metrics
 from arborl.trainer.evaluation import wilson
 
 ROOT = Path(__file__).parents[1]
-GRACE = 60.0
-"""Seconds that a stopped run has for its checkpoint before it is killed."""
+KILL_GRACE_SECONDS = 60.0
+"""Seconds between SIGTERM and SIGKILL, for the last checkpoint."""
 Row = dict[str, Any]
 
 
@@ -54,12 +54,12 @@ class Job:
 
     @property
     def file(self) -> Path:
-        """The recipe's configuration."""
+        """Configuration file of the recipe."""
         path = ROOT / "recipes" / self.recipe
         return path / "run.yaml" if path.is_dir() else path.with_suffix(".yaml")
 
     def command(self, settings: Sequence[str]) -> list[str]:
-        """What trains, or goes on training where the folder holds a run."""
+        """The command that starts the run, or resumes it if its folder exists."""
         base = [sys.executable, "-m", "arborl", "train"]
         if (self.folder / "config.yaml").exists():
             return [*base, "--resume", "latest", f"output_dir={self.folder}", *settings]
@@ -70,7 +70,7 @@ class Job:
 
 
 def train(job: Job, settings: Sequence[str], deadline: float) -> Row:
-    """Run one job until it ends or the deadline has passed; how it ended."""
+    """Run one job until it finishes or the deadline passes; returns exit code and seconds."""
     left = deadline - time.monotonic()
     if left <= 0:
         return {"exit": None}
@@ -81,7 +81,7 @@ def train(job: Job, settings: Sequence[str], deadline: float) -> Row:
         timer = threading.Timer(min(left, threading.TIMEOUT_MAX), process.send_signal, [signal.SIGTERM])
         timer.start()
         try:
-            process.wait(None if left > threading.TIMEOUT_MAX else left + GRACE)
+            process.wait(None if left > threading.TIMEOUT_MAX else left + KILL_GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -93,48 +93,52 @@ def train(job: Job, settings: Sequence[str], deadline: float) -> Row:
 # ------------------------------------------------------------------------------------------------ results
 
 
-def collected(job: Job) -> Row:
-    """What a run's folder says of it."""
+def collect_results(job: Job) -> Row:
+    """Results of a run, read from its run folder."""
     rows = list(read_metrics(job.folder / "metrics.jsonl")) if (job.folder / "metrics.jsonl").exists() else []
     if not rows:
         return {"recipe": job.recipe, "seed": job.seed, "error": "the run wrote no metrics"}
-    measured = [row for row in rows if "evaluation/success" in row]
-    imitated = max((row["step"] for row in rows if "sft/loss" in row and "reward/mean" not in row), default=0)
-    after_imitation = next((row for row in measured if imitated and row["step"] == imitated), None)
+    evaluations = [row for row in rows if "evaluation/success" in row]
+    last_imitation_step = max(
+        (row["step"] for row in rows if "sft/loss" in row and "reward/mean" not in row), default=0
+    )
+    after_imitation = next(
+        (row for row in evaluations if last_imitation_step and row["step"] == last_imitation_step), None
+    )
     summary = job.folder / "summary.json"
     return {
         "recipe": job.recipe,
         "seed": job.seed,
         "steps": rows[-1]["step"],
-        "imitation_steps": imitated,
+        "imitation_steps": last_imitation_step,
         "ended": summary.exists(),
         "train_s": round(sum(row.get("time/step", 0.0) for row in rows), 1),
-        "imitation_s": round(sum(row.get("time/step", 0.0) for row in rows if row["step"] <= imitated), 1),
+        "imitation_s": round(sum(row.get("time/step", 0.0) for row in rows if row["step"] <= last_imitation_step), 1),
         "sampled_tokens": int(sum(row.get("engine/sampled", 0.0) for row in rows)),
         "episodes": int(sum(row.get("episode/count", 0.0) for row in rows if "reward/mean" in row)),
         "held_out": {
-            "before": held_out(job, measured[0]) if measured and measured[0]["step"] == 0 else None,
+            "before": held_out(job, evaluations[0]) if evaluations and evaluations[0]["step"] == 0 else None,
             "after_imitation": held_out(job, after_imitation) if after_imitation else None,
-            "after": held_out(job, measured[-1]) if measured else None,
+            "after": held_out(job, evaluations[-1]) if evaluations else None,
         },
     }
 
 
 def held_out(job: Job, row: Mapping[str, float]) -> Row:
-    """Success on held-out tasks at one step, with 95 % intervals; of several sources each; and how many used a tool."""
+    """Success rates on held-out tasks at one step with 95 % intervals, by source, and the share that used a tool."""
     names = [name.removeprefix("evaluation/") for name in row if name.startswith("evaluation/")]
     found: Row = {"step": int(row["step"]), "tasks": int(row["evaluation/tasks"])}
     for name in names:
-        way, slash, source = name.partition("/")
-        if way in ("success", "greedy_success"):
-            ends = [row.get(f"evaluation/{way}_{end}{slash}{source}") for end in ("low", "high")]
+        metric, slash, source = name.partition("/")
+        if metric in ("success", "greedy_success"):
+            ends = [row.get(f"evaluation/{metric}_{end}{slash}{source}") for end in ("low", "high")]
             found[name] = [None if value is None else round(value, 4) for value in (row[f"evaluation/{name}"], *ends)]
     used = tool_use(job.folder / "episodes" / "evaluation" / f"step-{found['step']:06d}.jsonl")
     return found | ({"tool_used": used} if used else {})
 
 
 def tool_use(file: Path) -> list[float] | None:
-    """The share of sampled held-out episodes with tools that called one, and its interval; None without tools."""
+    """Share of held-out episodes with tools that called one, and its 95 % interval; None without tools."""
     if not file.exists():
         return None
     with file.open(encoding="utf-8") as lines:
@@ -144,7 +148,7 @@ def tool_use(file: Path) -> list[float] | None:
 
 
 def curve(job: Job) -> dict[str, list[list[float]]]:
-    """Success of training episodes and of held-out tasks by step."""
+    """Success rates of training episodes and held-out tasks by step."""
     rows = list(read_metrics(job.folder / "metrics.jsonl"))
     names = {
         "training": "episode/success", "held_out": "evaluation/success", "held_out_greedy": "evaluation/greedy_success"
@@ -155,15 +159,16 @@ def curve(job: Job) -> dict[str, list[list[float]]]:
     }
 
 
-def draw(curves: Mapping[str, Mapping[str, dict[str, list[list[float]]]]], out: Path) -> None:
-    """One picture a recipe: the held-out success of each seed, and faintly that of its training episodes."""
+def plot_curves(curves: Mapping[str, Mapping[str, dict[str, list[list[float]]]]], out: Path) -> None:
+    """Plot one figure per recipe: success rates of each seed on held-out tasks and, lighter, in training."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    wide = min(len(curves), 3)
-    figure, axes = pyplot.subplots(-(-len(curves) // wide), wide, figsize=(5 * wide, 3.6 * -(-len(curves) // wide)),
+    num_columns = min(len(curves), 3)
+    num_rows = -(-len(curves) // num_columns)
+    figure, axes = pyplot.subplots(num_rows, num_columns, figsize=(5 * num_columns, 3.6 * num_rows),
                                    squeeze=False, layout="constrained")  # fmt: skip
     for axis in axes.flat[len(curves) :]:
         axis.set_visible(False)
@@ -185,11 +190,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="+", help="folders of recipes/")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--parallel", type=int, default=1, help="runs at once")
+    parser.add_argument("--parallel", type=int, default=1, help="number of concurrent runs")
     parser.add_argument("--out", type=Path, default=Path("runs/real-model"))
-    parser.add_argument("--minutes", type=float, help="runs are stopped after so many; further ones are not started")
-    parser.add_argument("--set", nargs="*", default=[], metavar="a.b=c", help="settings for all runs")
-    parser.add_argument("--collect", action="store_true", help="train nothing: read the folders that are there")
+    parser.add_argument("--minutes", type=float, help="time limit; later runs are not started")
+    parser.add_argument("--set", nargs="*", default=[], metavar="a.b=c", help="settings of all runs")
+    parser.add_argument("--collect", action="store_true", help="train nothing, only read existing run folders")
     args = parser.parse_args()
     out = args.out.resolve()
     jobs = [Job(recipe, seed, out) for recipe in args.recipes for seed in args.seeds]
@@ -197,21 +202,21 @@ def main() -> int:
         parser.error(f"no such recipe: {missing[0]}")
     deadline = float("inf") if args.minutes is None else time.monotonic() + 60 * args.minutes
 
-    def one(job: Job) -> Row:
+    def run_job(job: Job) -> Row:
         ended = {} if args.collect else train(job, args.set, deadline)
-        row = collected(job) | ended
+        row = collect_results(job) | ended
         print(json.dumps(row), flush=True)
         return row
 
     with ThreadPoolExecutor(args.parallel) as pool:
-        rows = list(pool.map(one, jobs))
+        rows = list(pool.map(run_job, jobs))
     done = [job for job, row in zip(jobs, rows, strict=True) if "error" not in row]
     curves: dict[str, dict[str, Any]] = {}
     for job in done:
         curves.setdefault(job.recipe, {})[str(job.seed)] = curve(job)
     if curves:
         (out / "curves.json").write_text(json.dumps({"runs": rows, "curves": curves}) + "\n")
-        draw(curves, out / "curves.png")
+        plot_curves(curves, out / "curves.png")
     return int(any("error" in row or row.get("exit") not in (0, 143, -signal.SIGTERM, None) for row in rows))
 
 

@@ -1,9 +1,9 @@
-"""Host time of whole episodes, played by the `Rollout` that `arborl train` builds, with a model that answers at once.
+"""Host time of whole episodes in the `Rollout` that `arborl train` builds, without a forward pass.
 
-Called by `turns.py`. Replies are fixed texts, chosen by the seed of the request, and sampled token by token through the
-scheduler of `LocalEngine`; only the forward pass of the model is left out. Processor time of the event loop's thread is
-divided into the engine's steps and everything else (the host). Runs with different numbers of turns give the cost of an
-episode (the intercept) and that of a turn (the slope).
+Called by `turns.py`. Replies are fixed texts, selected by the seed of the request, and sampled token by token through
+the scheduler of `LocalEngine`; only the forward pass of the model is skipped. CPU time of the event loop's thread is
+split into engine steps and everything else (`host`). A linear fit over runs with different numbers of turns gives the
+cost per episode (intercept) and per turn (slope).
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from arborl.training_run.build import training_sampling
 from arborl.training_run.part_factory import RunPartFactory
 from arborl.types import Message, Task
 
-CONTEXT, PAGE = 1024, 64
-THOUGHTS = ("", "I go on. ", "The goal is near. ", "There is a hole, so I go this way. ", "Let me see. ", "Now ")
+MAX_CONTEXT, BLOCK_SIZE = 1024, 64
+THOUGHT_TEXTS = ("", "I go on. ", "The goal is near. ", "There is a hole, so I go this way. ", "Let me see. ", "Now ")
 
 
-class ReplyExecutor:
-    """An executor without a model: row by row, the next token of the reply that the request's seed chooses."""
+class FixedReplyRunner:
+    """A model runner without a model: returns the next token of the reply that the seed of each request selects."""
 
     runs_ahead = False
     copies_weights = False
@@ -55,10 +55,10 @@ class ReplyExecutor:
         for row, reply in enumerate(replies):
             self.replies[row, : len(reply)] = reply
         self.batch, self.sampling = engine.batch, engine.batch.sampling
-        engine.batch.sampling = self._note  # type: ignore[method-assign]
+        engine.batch.sampling = self._select_tokens  # type: ignore[method-assign]
 
-    def _note(self, rows: np.ndarray) -> object:
-        """Called with the rows that get a token, just before they are launched."""
+    def _select_tokens(self, rows: np.ndarray) -> object:
+        """Selects the next tokens of these rows, immediately before `launch`."""
         seed, position = self.batch.seed[rows], self.batch.length[rows] - self.batch.prompt[rows]
         self.tokens = self.replies[(seed % len(self.replies)).astype(np.int64), position]
         return self.sampling(rows)
@@ -75,7 +75,7 @@ class ReplyExecutor:
 
 
 class TimedEngine(LocalEngine):
-    """Counts the processor time of its steps, and the requests of the first one."""
+    """Measures the CPU time of its steps and counts the requests of the first step."""
 
     spent, first = 0.0, 0
 
@@ -87,47 +87,52 @@ class TimedEngine(LocalEngine):
 
 
 @dataclass
-class Timed:
-    """Seconds of one rollout, and what was played."""
+class RolloutTimes:
+    """CPU seconds and episode counts of one rollout."""
 
     episodes: int
     turns: int
     host: float
-    """Of the event loop's thread outside of the engine's steps: playing, scoring, storing."""
+    """Event loop's thread outside of engine steps: rollout, rewards, episode files."""
     engine: float
     score: float
     store: float
     first: int
-    """Requests that the engine had before its first step."""
+    """Requests in the engine at its first step."""
 
 
-def engine_of(renderer: Renderer, replies: Sequence[str], requests: int) -> TimedEngine:
+def make_engine(renderer: Renderer, replies: Sequence[str], requests: int) -> TimedEngine:
     config = LlamaConfig(
         vocab_size=renderer.tokenizer.vocab_size, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=CONTEXT,
+        num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=MAX_CONTEXT,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     model.set_attn_implementation(ATTENTION_NAME)
-    made = TimedEngine(model, CONTEXT, requests, kv_tokens=requests * CONTEXT, block_size=PAGE)
+    engine = TimedEngine(model, MAX_CONTEXT, requests, kv_tokens=requests * MAX_CONTEXT, block_size=BLOCK_SIZE)
     ids = [[*renderer.encode(renderer.escape_reply(text)), renderer.stop[0]] for text in replies]
-    made.runner = ReplyExecutor(made, ids)
-    return made
+    engine.runner = FixedReplyRunner(engine, ids)
+    return engine
 
 
-def rollout_of(config: RunConfig, engine: LocalEngine, renderer: Renderer) -> tuple[Rollout, Rewards]:
-    """As `arborl.training_run.build` makes it."""
-    workshop = RunPartFactory(config, {})
-    cast, rewards, asked = workshop.cast(), workshop.rewards(), config.rollout
-    limits = EpisodeLimits(asked.max_turns, config.sampling.max_context, asked.episode_seconds, asked.step_seconds)
-    given = OfflineEpisodes.of(config, renderer)
-    return workshop.rollout(engine, cast, training_sampling(config, renderer), limits, rewards, given), rewards
+def make_rollout(config: RunConfig, engine: LocalEngine, renderer: Renderer) -> tuple[Rollout, Rewards]:
+    """Rollout and rewards as `arborl.training_run.build` creates them."""
+    parts = RunPartFactory(config, {})
+    factories, rewards, rollout_config = parts.cast(), parts.rewards(), config.rollout
+    limits = EpisodeLimits(
+        rollout_config.max_turns,
+        config.sampling.max_context,
+        rollout_config.episode_seconds,
+        rollout_config.step_seconds,
+    )
+    offline = OfflineEpisodes.of(config, renderer)
+    return parts.rollout(engine, factories, training_sampling(config, renderer), limits, rewards, offline), rewards
 
 
-# ------------------------------------------------------------------------------------------------ what is played
+# ------------------------------------------------------------------------------------------------ tasks and replies
 
 
-def lakes(count: int, turns: int) -> list[Task]:
-    """Lakes on which neither Left nor Right ever ends an episode, so that it has exactly `turns` turns."""
+def lake_tasks(count: int, turns: int) -> list[Task]:
+    """Maps on which Left and Right never end an episode, so that every episode has exactly `turns` turns."""
     found: list[Task] = []
     seed = 0
     while len(found) < count:
@@ -138,30 +143,30 @@ def lakes(count: int, turns: int) -> list[Task]:
     return found
 
 
-def questions(count: int) -> list[Task]:
+def sum_tasks(count: int) -> list[Task]:
     return [
         Task(f"row-{n}", (Message("user", f"What is {n} + {3 * n}? Answer briefly."),), {"answer": str(4 * n)})
         for n in range(count)
     ]
 
 
-LAKE_REPLIES = [f"{thought}<answer>{move}</answer>" for thought in THOUGHTS for move in ("Left", "Right")]
+LAKE_REPLIES = [f"{thought}<answer>{move}</answer>" for thought in THOUGHT_TEXTS for move in ("Left", "Right")]
 SUM_REPLIES = [f"The sum is <answer>{4 * n}</answer>" for n in range(0, 64)]
 
 
-def settings(args: argparse.Namespace, episodes: int, more: Sequence[str]) -> RunConfig:
-    own = [
+def make_config(args: argparse.Namespace, episodes: int, more: Sequence[str]) -> RunConfig:
+    common_settings = [
         f"rollout.tasks_per_step={episodes // args.group}", f"rollout.group_size={args.group}",
-        f"rollout.concurrency={args.concurrency}", f"sampling.max_context={CONTEXT}", "trainer.steps=1",
+        f"rollout.concurrency={args.concurrency}", f"sampling.max_context={MAX_CONTEXT}", "trainer.steps=1",
     ]  # fmt: skip
-    return load(None, [*own, *more])
+    return load(None, [*common_settings, *more])
 
 
 # ------------------------------------------------------------------------------------------------ timing
 
 
-async def played(rollout: Rollout, rewards: Rewards, tasks: Sequence[Task], group: int, seed: int) -> Timed:
-    """One batch: played, scored and written to an episode file."""
+async def run_batch(rollout: Rollout, rewards: Rewards, tasks: Sequence[Task], group: int, seed: int) -> RolloutTimes:
+    """Collect one batch, compute its rewards and write its episode file."""
     engine = rollout.engine
     assert isinstance(engine, TimedEngine)
     engine.spent, engine.first = 0.0, 0
@@ -179,25 +184,25 @@ async def played(rollout: Rollout, rewards: Rewards, tasks: Sequence[Task], grou
     assert not failed, failed[0]
     whole, score, store = clock[3] - clock[0], clock[2] - clock[1], clock[3] - clock[2]
     turns = sum(len(episode.turns) for episode in episodes)
-    return Timed(len(episodes), turns, whole - engine.spent, engine.spent, score, store, engine.first)
+    return RolloutTimes(len(episodes), turns, whole - engine.spent, engine.spent, score, store, engine.first)
 
 
-def best_of(args: argparse.Namespace, rollout: Rollout, rewards: Rewards, tasks: Sequence[Task]) -> Timed:
-    """The quickest of several batches, after one that is not counted."""
+def best_of(args: argparse.Namespace, rollout: Rollout, rewards: Rewards, tasks: Sequence[Task]) -> RolloutTimes:
+    """Times of the fastest of several batches, after one warm-up batch."""
 
-    async def all_of_them() -> list[Timed]:
+    async def run_batches() -> list[RolloutTimes]:
         gc.freeze()  # as `Trainer.fit` does
-        return [await played(rollout, rewards, tasks, args.group, seed) for seed in range(args.repeats + 1)]
+        return [await run_batch(rollout, rewards, tasks, args.group, seed) for seed in range(args.repeats + 1)]
 
-    return min(asyncio.run(all_of_them())[1:], key=lambda one: one.host)
+    return min(asyncio.run(run_batches())[1:], key=lambda one: one.host)
 
 
-def one_turn(args: argparse.Namespace, renderer: Renderer) -> dict[str, object]:
-    """Rows with a question and an answer."""
-    config = settings(args, args.rows, ["env=question", "rewards=[exact]", "data.path=rows.jsonl"])
-    rollout, rewards = rollout_of(config, engine_of(renderer, SUM_REPLIES, args.requests), renderer)
-    with profiled(args):
-        one = best_of(args, rollout, rewards, questions(args.rows // args.group))
+def measure_single_turn_episodes(args: argparse.Namespace, renderer: Renderer) -> dict[str, object]:
+    """Single-turn episodes: rows with a question and an answer."""
+    config = make_config(args, args.rows, ["env=question", "rewards=[exact]", "data.path=rows.jsonl"])
+    rollout, rewards = make_rollout(config, make_engine(renderer, SUM_REPLIES, args.requests), renderer)
+    with Profiler(args):
+        one = best_of(args, rollout, rewards, sum_tasks(args.rows // args.group))
     return {
         "case": "one-turn episodes", "episodes": one.episodes, "group": args.group, "requests": args.requests,
         "episode_ms": round(1e3 * one.host / one.episodes, 3), "score_ms": round(1e3 * one.score / one.episodes, 3),
@@ -206,30 +211,31 @@ def one_turn(args: argparse.Namespace, renderer: Renderer) -> dict[str, object]:
     }  # fmt: skip
 
 
-def many_turns(args: argparse.Namespace, renderer: Renderer) -> dict[str, object]:
-    """FrozenLake 4x4."""
-    engine = engine_of(renderer, LAKE_REPLIES, args.requests)
+def measure_lake_episodes(args: argparse.Namespace, renderer: Renderer) -> dict[str, object]:
+    """Multi-turn episodes: FrozenLake 4x4."""
+    engine = make_engine(renderer, LAKE_REPLIES, args.requests)
     found = []
     for turns in args.episode_turns:
-        config = settings(args, args.episodes, ["env=frozen_lake", f"env.args.max_steps={turns}"])
-        rollout, rewards = rollout_of(config, engine, renderer)
-        with profiled(args) if turns == max(args.episode_turns) else nullcontext():
-            found.append(best_of(args, rollout, rewards, lakes(args.episodes // args.group, turns)))
-    of = [one.turns / one.episodes for one in found]
-    slope, fixed = np.polyfit(of, [one.host / one.episodes for one in found], 1)
-    engine_slope, _ = np.polyfit(of, [one.engine / one.episodes for one in found], 1)
+        config = make_config(args, args.episodes, ["env=frozen_lake", f"env.args.max_steps={turns}"])
+        rollout, rewards = make_rollout(config, engine, renderer)
+        with Profiler(args) if turns == max(args.episode_turns) else nullcontext():
+            found.append(best_of(args, rollout, rewards, lake_tasks(args.episodes // args.group, turns)))
+    turns_per_episode = [one.turns / one.episodes for one in found]
+    slope, fixed = np.polyfit(turns_per_episode, [one.host / one.episodes for one in found], 1)
+    engine_slope, _ = np.polyfit(turns_per_episode, [one.engine / one.episodes for one in found], 1)
     last = found[-1]
     return {
         "case": "FrozenLake episodes", "episodes": last.episodes, "group": args.group, "requests": args.requests,
-        "turns": of, "host_s": [round(one.host, 3) for one in found], "episode_ms": round(1e3 * float(fixed), 3),
+        "turns": turns_per_episode, "host_s": [round(one.host, 3) for one in found],
+        "episode_ms": round(1e3 * float(fixed), 3),
         "turn_ms": round(1e3 * float(slope), 3), "engine_turn_ms": round(1e3 * float(engine_slope), 3),
         "score_ms": round(1e3 * last.score / last.episodes, 3), "store_ms": round(1e3 * last.store / last.episodes, 3),
         "first_step_requests": last.first,
     }  # fmt: skip
 
 
-class profiled:
-    """Prints the functions that take most, where asked."""
+class Profiler:
+    """Context manager that profiles and prints the `--profile` most expensive functions; inactive at 0."""
 
     def __init__(self, args: argparse.Namespace):
         self.count, self.profile = args.profile, cProfile.Profile(time.thread_time)

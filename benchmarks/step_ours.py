@@ -1,4 +1,4 @@
-"""Our side of `step.py`: engine, rollout and learner as a run uses them."""
+"""Arbor's part of `step.py`: engine, rollout and learner as in a training run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 import transformers as hf
 from step_work import (
+    LEARNING_RATE,
     MOVE,
-    RATE,
-    Body,
     Case,
-    Lake,
+    FixedLengthLake,
+    ModelSpec,
     Timing,
     fastest,
+    id_reward,
     lake_seeds,
+    make_prompts,
     peak_gib,
-    prompts_of,
-    reward_of,
     synchronize,
 )
 
@@ -40,8 +40,8 @@ from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Call, Episode, Group, Sampling, Task
 
 
-async def walk(task: Task, env: Env, model: Model) -> None:
-    """Every message goes to the lake, as the arguments of its tool."""
+async def play_lake(task: Task, env: Env, model: Model) -> None:
+    """Agent that passes every reply to the environment as the argument of its tool."""
     messages = list((await env.reset(task, task.seed)).messages)
     while True:
         message = await model.chat(messages, [MOVE])
@@ -51,33 +51,33 @@ async def walk(task: Task, env: Env, model: Model) -> None:
         messages += [message, *step.observation.messages]
 
 
-class Ours:
-    """Engine and learner on one model, put together as a run does."""
+class ArborSteps:
+    """Engine and learner of one model, connected as in a training run."""
 
-    def __init__(self, case: Case, body: Body, model: hf.PreTrainedModel, micro_batch_tokens: int):
+    def __init__(self, case: Case, model_spec: ModelSpec, model: hf.PreTrainedModel, micro_batch_tokens: int):
         model.set_attn_implementation(ATTENTION_NAME)
         self.case, self.model = case, model.eval()
         context = case.context or case.prompt + case.sampled
         self.engine = LocalEngine(model, context, max(case.episodes, 256))
         self.algorithm = make_algorithm(AlgorithmConfig(name="grpo", std="group"))
         self.sampling = Sampling(case.sampled, stop=(model.config.vocab_size,))
-        config = LearnerConfig(lr=RATE, decay="none", micro_batch_tokens=micro_batch_tokens)
+        config = LearnerConfig(lr=LEARNING_RATE, decay="none", micro_batch_tokens=micro_batch_tokens)
         self.engine.warm_up(self.sampling)
         self.learner = Learner(model, config, self.sampling, self.algorithm.needs)
         self.share = 1.0
-        """Tokens that were learned from, over those that rows of their own would have had."""
-        self.texts = body.texts(model.config.vocab_size)
+        """Tokens of the token trees divided by the tokens of separate rows."""
+        self.texts = model_spec.texts(model.config.vocab_size)
         with tempfile.TemporaryDirectory() as folder:
-            self.renderer = Renderer.from_folder(body.tokenizer_folder(Path(folder)))
+            self.renderer = Renderer.from_folder(model_spec.tokenizer_folder(Path(folder)))
 
     async def step(self, number: int) -> Timing:
-        """Sample, score, credit, learn, publish."""
+        """One step: rollout, rewards, advantages, update, weights to the engine."""
         began = time.perf_counter()
-        groups = await (self._converse(number) if self.case.turns > 1 else self._answer(number))
+        groups = await (self._collect_multi_turn(number) if self.case.turns > 1 else self._collect_single_turn(number))
         rollout = time.perf_counter() - began
         for group in groups:
             for episode in group.episodes:
-                episode.rewards["ids"] = reward_of([t for call in episode.calls for t in call.completion.tokens])
+                episode.rewards["ids"] = id_reward([t for call in episode.calls for t in call.completion.tokens])
         kept = self.algorithm.keep(groups)
         forest = build_token_trees(kept)
         terms = self.learner.score_terms(forest.trees, forest.terms, self.algorithm.needs)
@@ -87,14 +87,14 @@ class Ours:
         seconds = time.perf_counter() - began
         replies = [len(call.completion.tokens) for group in groups for e in group.episodes for call in e.calls]
         if set(replies) != {self.case.sampled}:
-            raise RuntimeError(f"replies of {sorted(set(replies))} tokens; {self.case.sampled} were asked for")
+            raise RuntimeError(f"replies of {sorted(set(replies))} tokens; {self.case.sampled} were requested")
         if len(kept) != len(groups) or any(group.valid_episodes != group.episodes for group in groups):
-            raise RuntimeError("some episodes were not learned from; the work is not the same")
+            raise RuntimeError("some episodes were not used in the update; the work is not the same")
         self.share = sum(map(len, forest.trees)) / forest.raw_tokens
-        counted = self.engine.metrics()
-        return Timing(seconds, rollout, int(counted["engine/sampled"]), int(counted["engine/read"]))
+        engine_metrics = self.engine.metrics()
+        return Timing(seconds, rollout, int(engine_metrics["engine/sampled"]), int(engine_metrics["engine/read"]))
 
-    async def _answer(self, step: int) -> list[Group]:
+    async def _collect_single_turn(self, step: int) -> list[Group]:
         async def episode(task: Task, prompt: list[int], number: int) -> Episode:
             sampling = dataclasses.replace(self.sampling, seed=1000 * step + number)
             completion = await self.engine.generate(prompt, sampling, session=str(number))
@@ -105,27 +105,29 @@ class Ours:
             numbers = range(size * number, size * number + size)
             return Group(task, list(await asyncio.gather(*(episode(task, prompt, n) for n in numbers))))
 
-        prompts = prompts_of(self.case, self.texts, step)
+        prompts = make_prompts(self.case, self.texts, step)
         return list(await asyncio.gather(*(group(number, prompt) for number, prompt in enumerate(prompts))))
 
-    async def _converse(self, step: int) -> list[Group]:
+    async def _collect_multi_turn(self, step: int) -> list[Group]:
         case = self.case
-        cast = EpisodeFactories(lambda task: FunctionAgent(walk), lambda task: Lake(case.turns))
+        factories = EpisodeFactories(lambda task: FunctionAgent(play_lake), lambda task: FixedLengthLake(case.turns))
         limits = EpisodeLimits(max_turns=case.turns + 1, max_context=case.context)
-        rollout = Rollout(self.engine, self.renderer, cast, self.sampling, limits, case.episodes)
+        rollout = Rollout(self.engine, self.renderer, factories, self.sampling, limits, case.episodes)
         return await rollout.collect([Task("lake", seed=seed) for seed in lake_seeds(case, step)], step, case.group)
 
 
-def measure_ours(case: Case, body: Body, repeats: int, micro_batch_tokens: int) -> tuple[Timing, dict[str, Any]]:
+def measure_ours(
+    case: Case, model_spec: ModelSpec, repeats: int, micro_batch_tokens: int
+) -> tuple[Timing, dict[str, Any]]:
     tune_cpu()
-    model = body.adapted(case)
+    model = model_spec.load_with_adapters(case)
     began = time.perf_counter()
-    ours = Ours(case, body, model, micro_batch_tokens)
-    ready = time.perf_counter() - began
+    steps = ArborSteps(case, model_spec, model, micro_batch_tokens)
+    setup_seconds = time.perf_counter() - began
     with asyncio.Runner() as runner:
-        timings = [runner.run(ours.step(number)) for number in range(repeats + 1)]
+        timings = [runner.run(steps.step(number)) for number in range(repeats + 1)]
     return fastest(timings), {
-        "learned_share": round(ours.share, 3),
-        "first_step_s": round(ready + timings[0].seconds, 2),
+        "learned_share": round(steps.share, 3),
+        "first_step_s": round(setup_seconds + timings[0].seconds, 2),
         "peak_gib": peak_gib(model.device.type),
     }

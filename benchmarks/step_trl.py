@@ -1,4 +1,4 @@
-"""TRL's side of `step.py`: its own trainer, and its own loop over tool calls."""
+"""TRL's part of `step.py`: its trainer and its tool-call loop."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import tokenizers
 import torch
 import transformers as hf
 from step_work import (
-    RATE,
-    Body,
+    LEARNING_RATE,
     Case,
-    Lake,
+    FixedLengthLake,
+    ModelSpec,
     Timing,
     fastest,
+    id_reward,
     lake_seeds,
-    now,
+    make_prompts,
     peak_gib,
-    prompts_of,
-    reward_of,
+    run_synchronously,
     synchronize,
 )
 from texts import Texts
@@ -31,9 +31,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from arborl.types import Message, Task
 
-# ------------------------------------------------------------------------------------------------ TRL's
-
-EVERY_REPLY_IS_A_CALL = {
+EVERY_REPLY_IS_A_TOOL_CALL = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|im_start|>assistant\n",
     "fields": {
@@ -48,8 +46,8 @@ EVERY_REPLY_IS_A_CALL = {
 }
 
 
-class Counted(GRPOTrainer):
-    """Counts what it reads and samples, and for how long."""
+class CountingGRPOTrainer(GRPOTrainer):
+    """Counts prefilled and sampled tokens and the time of generation."""
 
     read = sampled = 0
     generating = 0.0
@@ -60,19 +58,21 @@ class Counted(GRPOTrainer):
         self.generating += time.perf_counter() - began
         wrong = {len(ids) for ids in completion_ids} - {self.args.generation_kwargs["max_new_tokens"]}
         if wrong:
-            raise RuntimeError(f"replies of {sorted(wrong)} tokens, which were not asked for")
+            raise RuntimeError(f"replies of {sorted(wrong)} tokens, a length that was not requested")
         sampled = sum(map(len, completion_ids))
         self.sampled += sampled
-        self.read += sum(map(len, prompt_ids)) + sampled - len(completion_ids)  # the last one is not read
+        self.read += (
+            sum(map(len, prompt_ids)) + sampled - len(completion_ids)
+        )  # the last token of a reply is not an input
         return completion_ids, logprobs
 
 
-class Watch(hf.TrainerCallback):
-    """Times each step, from its first micro-batch to after the optimiser's step."""
+class StepTimer(hf.TrainerCallback):
+    """Measures each step, from its first micro-batch to the end of the optimizer step."""
 
     def __init__(self) -> None:
         self.timings: list[Timing] = []
-        self.trainer: Counted | None = None
+        self.trainer: CountingGRPOTrainer | None = None
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         assert self.trainer is not None
@@ -89,107 +89,108 @@ class Watch(hf.TrainerCallback):
 
 
 class LakeTool:
-    """A lake as TRL plays it."""
+    """FrozenLake in the form of TRL's tool environments."""
 
     def __init__(self, turns: int):
-        self._env = Lake(turns)
+        self._env = FixedLengthLake(turns)
 
     def reset(self, **row: Any) -> None:
-        now(self._env.reset(Task("lake", seed=row["seed"]), row["seed"]))
+        run_synchronously(self._env.reset(Task("lake", seed=row["seed"]), row["seed"]))
 
-    def move(self, text: str):  # type: ignore[no-untyped-def]  # TRL would tell the model of the type
+    def move(self, text: str):  # type: ignore[no-untyped-def]  # TRL would add the type to the prompt
         """Say something to the lake.
 
         Args:
             text: What to say.
         """
-        return now(self._env.step(Message("assistant", text))).observation.messages[-1].content
+        return run_synchronously(self._env.step(Message("assistant", text))).observation.messages[-1].content
 
 
-def scores(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [reward_of(ids) for ids in completion_ids]
+def id_rewards(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [id_reward(ids) for ids in completion_ids]
 
 
-def words(vocabulary: int) -> hf.PreTrainedTokenizerFast:
-    """Token 7 is the word `w7`; the end token is one the model cannot say."""
-    known = {f"w{number}": number for number in range(vocabulary)} | {"<end>": vocabulary}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="w0"))
+def word_tokenizer(vocabulary: int) -> hf.PreTrainedTokenizerFast:
+    """A tokenizer whose token 7 is the word `w7`; the model cannot sample its end token."""
+    vocab = {f"w{number}": number for number in range(vocabulary)} | {"<end>": vocabulary}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="w0", unk_token="w0")
 
 
-def lake_tokenizer(body: Body) -> hf.PreTrainedTokenizerFast:
+def lake_tokenizer(model_spec: ModelSpec) -> hf.PreTrainedTokenizerFast:
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = hf.AutoTokenizer.from_pretrained(body.tokenizer_folder(Path(folder)))
+        tokenizer = hf.AutoTokenizer.from_pretrained(model_spec.tokenizer_folder(Path(folder)))
     tokenizer.add_special_tokens({"eos_token": "<end>"})
-    tokenizer.response_template = EVERY_REPLY_IS_A_CALL
+    tokenizer.response_template = EVERY_REPLY_IS_A_TOOL_CALL
     return tokenizer
 
 
-def rows_of(case: Case, steps: int, texts: Texts) -> list[dict[str, Any]]:
+def dataset_rows(case: Case, steps: int, texts: Texts) -> list[dict[str, Any]]:
     if case.turns == 1:
-        prompts = [prompt for step in range(steps) for prompt in prompts_of(case, texts, step)]
+        prompts = [prompt for step in range(steps) for prompt in make_prompts(case, texts, step)]
         return [{"prompt": " ".join(f"w{token}" for token in prompt)} for prompt in prompts]
     rows = []
     for seed in (seed for step in range(steps) for seed in lake_seeds(case, step)):
-        opening = now(Lake(case.turns).reset(Task("lake", seed=seed), seed))
-        rows.append({"prompt": [{"role": m.role, "content": m.content} for m in opening.messages], "seed": seed})
+        observation = run_synchronously(FixedLengthLake(case.turns).reset(Task("lake", seed=seed), seed))
+        rows.append({"prompt": [{"role": m.role, "content": m.content} for m in observation.messages], "seed": seed})
     return rows
 
 
-def adapters(body: Body) -> Any:
-    """As ours has them, in TRL's own way."""
-    if not body.lora:
+def adapter_config(model_spec: ModelSpec) -> Any:
+    """The adapters of Arbor as peft's configuration."""
+    if not model_spec.lora:
         return None
     import peft
 
-    return peft.LoraConfig(r=body.lora, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    return peft.LoraConfig(r=model_spec.lora, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def trl_steps(case: Case, body: Body, repeats: int, size: int, folder: str) -> list[Timing]:
-    """Timings of TRL's steps with micro-batches of `size` sequences, the warm-up first."""
-    model = body.make(case)
+def trl_steps(case: Case, model_spec: ModelSpec, repeats: int, size: int, folder: str) -> list[Timing]:
+    """Timings of TRL's steps with micro-batches of `size` sequences, including the warm-up step."""
+    model = model_spec.load(case)
     cpu = model.device.type == "cpu"
-    parts = case.episodes // size
+    num_micro_batches = case.episodes // size
     settings = GRPOConfig(
         output_dir=folder, use_cpu=cpu, bf16=model.dtype == torch.bfloat16, max_steps=repeats + 1,
-        per_device_train_batch_size=size, gradient_accumulation_steps=parts, steps_per_generation=parts,
-        num_generations=case.group, max_completion_length=case.context or case.sampled,
-        generation_kwargs={"max_new_tokens": case.sampled}, max_tool_calling_iterations=case.turns - 1,
-        temperature=1.0, top_p=1.0, top_k=0, beta=0.0, num_iterations=1, loss_type="grpo", learning_rate=RATE,
+        per_device_train_batch_size=size, gradient_accumulation_steps=num_micro_batches,
+        steps_per_generation=num_micro_batches, num_generations=case.group,
+        max_completion_length=case.context or case.sampled, generation_kwargs={"max_new_tokens": case.sampled},
+        max_tool_calling_iterations=case.turns - 1,
+        temperature=1.0, top_p=1.0, top_k=0, beta=0.0, num_iterations=1, loss_type="grpo", learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant", gradient_checkpointing=False, shuffle_dataset=False, disable_tqdm=True,
         logging_strategy="no", save_strategy="no", report_to="none",
     )  # fmt: skip
-    watch = Watch()
+    timer = StepTimer()
     vocabulary = model.config.vocab_size
-    tokenizer = words(vocabulary) if case.turns == 1 else lake_tokenizer(body)
-    rows = rows_of(case, repeats + 1, body.texts(vocabulary))
-    trainer = watch.trainer = Counted(
-        model, scores, settings, datasets.Dataset.from_list(rows),
-        processing_class=tokenizer, callbacks=[watch], peft_config=adapters(body),
+    tokenizer = word_tokenizer(vocabulary) if case.turns == 1 else lake_tokenizer(model_spec)
+    rows = dataset_rows(case, repeats + 1, model_spec.texts(vocabulary))
+    trainer = timer.trainer = CountingGRPOTrainer(
+        model, id_rewards, settings, datasets.Dataset.from_list(rows),
+        processing_class=tokenizer, callbacks=[timer], peft_config=adapter_config(model_spec),
         environment_factory=(lambda: LakeTool(case.turns)) if case.turns > 1 else None,
     )  # fmt: skip
     trainer.remove_callback(hf.PrinterCallback)
     trainer.train()
-    watch.trainer = None
-    return watch.timings
+    timer.trainer = None
+    return timer.timings
 
 
-def measure_trl(case: Case, body: Body, repeats: int) -> tuple[Timing, dict[str, Any]]:
-    """The best micro-batch's best step."""
-    tried: dict[int, float | str] = {}
+def measure_trl(case: Case, model_spec: ModelSpec, repeats: int) -> tuple[Timing, dict[str, Any]]:
+    """The fastest step of the best micro-batch size."""
+    seconds_by_size: dict[int, float | str] = {}
     found: list[tuple[Timing, float, float]] = []
     for size in case.tried:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 if torch.cuda.is_available():
                     torch.cuda.reset_peak_memory_stats()
-                timings = trl_steps(case, body, repeats, size, folder)
+                timings = trl_steps(case, model_spec, repeats, size, folder)
                 timing = fastest(timings)
-                tried[size] = round(timing.seconds, 4)
+                seconds_by_size[size] = round(timing.seconds, 4)
                 found.append((timing, round(timings[0].seconds, 2), peak_gib(case.device)))
             except torch.OutOfMemoryError:
-                tried[size] = "out of memory"
+                seconds_by_size[size] = "out of memory"
         gc.unfreeze()
         gc.collect()
         if torch.cuda.is_available():
@@ -197,4 +198,4 @@ def measure_trl(case: Case, body: Body, repeats: int) -> tuple[Timing, dict[str,
     if not found:
         raise RuntimeError(f"{case.name}: no micro-batch of {case.tried} fits into the GPU's memory")
     timing, first, peak = min(found, key=lambda one: one[0].seconds)
-    return timing, {"baseline_tried": tried, "baseline_first_step_s": first, "baseline_peak_gib": peak}
+    return timing, {"baseline_tried": seconds_by_size, "baseline_first_step_s": first, "baseline_peak_gib": peak}

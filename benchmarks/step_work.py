@@ -1,4 +1,4 @@
-"""The work of `step.py`, the same for both sides: models, prompts, rewards, the lake."""
+"""The work of `step.py`, equal for Arbor and TRL: models, prompts, rewards, environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 import transformers as hf
-from bodies import SHAPES, endless, forbid, give_adapters, load, settle, weights_of
+from benchmark_models import (
+    SHAPES,
+    add_random_adapters,
+    forbid_tokens,
+    freeze_garbage_collector,
+    load,
+    remove_end_tokens,
+    weights_kind,
+)
 from texts import ChatText, RandomIds, Texts
 
 from arborl.envs.env import Observation, Step
@@ -22,23 +30,23 @@ from arborl.models.model_files import resolve
 from arborl.training_run.build import TOKENIZER_FILES
 from arborl.types import Message, Task, ToolSpec
 
-FIVE_MILLION = {
+SHAPE_5M = {
     "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 40, "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
-RATE = 1e-6
-"""So small that the policy, and with it the work, stays as it is."""
+LEARNING_RATE = 1e-6
+"""So small that the policy, and with it the work of each step, does not change."""
 MOVE = ToolSpec(
     "move",
     "Say something to the lake.",
     {"type": "object", "properties": {"text": {"type": "string", "description": "What to say."}}, "required": ["text"]},
 )
-"""What the model is told of the lake, on both sides."""
+"""Tool specification of the environment in the prompt of both systems."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """`prompts` x `group` episodes of `turns`, each of which samples `sampled` tokens."""
+    """`prompts` x `group` episodes of `turns` turns with `sampled` tokens each."""
 
     name: str
     device: str
@@ -48,10 +56,10 @@ class Case:
     """Tokens of the first prompt."""
     sampled: int
     tried: tuple[int, ...]
-    """Sequences a micro-batch that TRL may choose from."""
+    """Sequences per micro-batch that are tried with TRL."""
     turns: int = 1
     context: int = 0
-    """The longest conversation; 0 where the first prompt and reply are all."""
+    """Maximum tokens of a conversation; 0 for single-turn cases."""
 
     @property
     def episodes(self) -> int:
@@ -69,7 +77,7 @@ CASES = [
 
 @dataclass
 class Timing:
-    """One step: seconds, of which sampling took some; tokens sampled; tokens run through the model to do so."""
+    """One step: seconds in total and of the rollout; sampled tokens; tokens processed by the model while sampling."""
 
     seconds: float
     rollout: float
@@ -78,37 +86,37 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Body:
-    """Whose step is measured."""
+class ModelSpec:
+    """The model of a measurement."""
 
     name: str
-    """`5m`, for a CPU, or one of `bodies.load`."""
+    """`5m` (CPU only), or a name for `benchmark_models.load`."""
     lora: int = 0
-    """Rank of adapters at all linear layers; 0 trains all weights."""
+    """Rank of adapters on all linear layers; 0 trains all weights."""
     outliers: bool = True
-    """Given to random weights."""
+    """Add outliers to random weights."""
 
     @property
     def is_real(self) -> bool:
-        """Whether it comes with trained weights and a tokenizer."""
+        """Whether the model has trained weights and a tokenizer."""
         return self.name != "5m" and self.name not in SHAPES
 
     def weights(self, case: Case) -> str:
-        """`real`, `random+outliers` or `random`. The 5 million weights of a lake's case are the embedded model's."""
+        """`real`, `random+outliers` or `random`. In `multi-turn`, `5m` contains the weights of the embedded model."""
         if self.name == "5m":
             return "real" if case.turns > 1 else "random"
-        return weights_of(self.name, self.outliers)
+        return weights_kind(self.name, self.outliers)
 
     def texts(self, vocabulary: int) -> Texts:
-        """Prompts for it."""
+        """Generator of prompts for this model."""
         return ChatText(resolve(self.name)) if self.is_real else RandomIds(vocabulary)
 
     def tokenizer_folder(self, folder: Path) -> Path:
-        """The tokenizer of a lake's conversations, of both sides: a real model's own, else the embedded model's. The
-        template is the embedded model's, which has tools, as SmolLM2's has not.
+        """Folder with the tokenizer of multi-turn cases: that of a trained model, else the embedded model's. The chat
+        template is the embedded model's, because SmolLM2's does not support tools.
 
         Args:
-            folder: where to put a real model's tokenizer beside that template.
+            folder: destination of the files if the model is a trained one.
         """
         seedling = resolve("seedling")
         if not self.is_real:
@@ -120,73 +128,77 @@ class Body:
                     shutil.copy(file, folder)
         return folder
 
-    def make(self, case: Case) -> hf.PreTrainedModel:
-        """The same weights at every call. No token ends a reply, and where replies become messages, all that is sampled
-        is text: replies have the lengths that are asked for."""
+    def load(self, case: Case) -> hf.PreTrainedModel:
+        """Load the model, with the same weights at every call. No token ends a reply, and in multi-turn cases no
+        control token can be sampled, so that all replies have the requested length."""
         if self.name == "5m":
             torch.manual_seed(0)
-            words = {"vocab_size": 2048} if case.turns > 1 else {}
-            model: hf.PreTrainedModel = hf.LlamaForCausalLM(hf.LlamaConfig(**(FIVE_MILLION | words), rms_norm_eps=1e-6))
-            endless(model)
+            sizes = {"vocab_size": 2048} if case.turns > 1 else {}
+            model: hf.PreTrainedModel = hf.LlamaForCausalLM(hf.LlamaConfig(**(SHAPE_5M | sizes), rms_norm_eps=1e-6))
+            remove_end_tokens(model)
             if case.turns > 1:
-                sow(model)
+                copy_seedling_weights(model)
         else:
             tiny = self.name == "tiny"
             device, dtype = ("cpu", torch.bfloat16) if tiny else (case.device, None)
             model = load(self.name, device, dtype, self.outliers)
         if case.turns > 1:
-            forbid(model, not_text(model.config.vocab_size, resolve(self.name if self.is_real else "seedling")))
-        settle()
+            forbid_tokens(
+                model, non_text_token_ids(model.config.vocab_size, resolve(self.name if self.is_real else "seedling"))
+            )
+        freeze_garbage_collector()
         return model
 
-    def adapted(self, case: Case) -> hf.PreTrainedModel:
-        """With its adapters, as ours has them."""
-        model = self.make(case)
-        return give_adapters(model, self.lora) if self.lora else model
+    def load_with_adapters(self, case: Case) -> hf.PreTrainedModel:
+        """Load the model with Arbor's adapters."""
+        model = self.load(case)
+        return add_random_adapters(model, self.lora) if self.lora else model
 
 
-def not_text(vocabulary: int, folder: Path) -> list[int]:
-    """Tokens of the tokenizer in `folder` that control something, and those it does not have."""
+def non_text_token_ids(vocabulary: int, folder: Path) -> list[int]:
+    """Control tokens of the tokenizer in `folder`, and token ids that it does not have."""
     tokenizer = hf.AutoTokenizer.from_pretrained(folder)
     return [*tokenizer.added_tokens_decoder, *range(len(tokenizer), vocabulary)]
 
 
 def peak_gib(device: str) -> float:
-    """The most memory this process has held: of the GPU, or of the host where there is none."""
+    """Peak memory of this process: of the GPU, or of the host if there is no GPU."""
     if device == "cuda" and torch.cuda.is_available():
         return round(torch.cuda.max_memory_allocated() / 2**30, 2)
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
 
 
 @torch.no_grad()
-def sow(model: hf.PreTrainedModel) -> None:
-    """Put the embedded model's weights into a larger one, whose other parts add nothing: it plays alike."""
+def copy_seedling_weights(model: hf.PreTrainedModel) -> None:
+    """Copy the embedded model's weights into a larger model whose other weights have no effect on its outputs."""
     seedling = hf.AutoModelForCausalLM.from_pretrained(resolve("seedling"), dtype=torch.float32)
-    narrower = math.sqrt(seedling.config.hidden_size / model.config.hidden_size)  # norms divide by the mean, of more
-    small = dict(seedling.named_parameters())
+    norm_scale = math.sqrt(
+        seedling.config.hidden_size / model.config.hidden_size
+    )  # RMS norms average over more channels
+    seedling_weights = dict(seedling.named_parameters())
     for name, weight in model.named_parameters():
         if any(part in name for part in ("embed_tokens", "o_proj", "down_proj")):
             weight.zero_()
-        if name in small:
-            corner = tuple(slice(size) for size in small[name].shape)
-            weight[corner] = small[name] * (narrower if "norm" in name else 1.0)
+        if name in seedling_weights:
+            region = tuple(slice(size) for size in seedling_weights[name].shape)
+            weight[region] = seedling_weights[name] * (norm_scale if "norm" in name else 1.0)
 
 
-def reward_of(ids: Sequence[int]) -> float:
+def id_reward(ids: Sequence[int]) -> float:
     return float(sum(ids) % 997)
 
 
-def prompts_of(case: Case, texts: Texts, step: int) -> list[list[int]]:
-    chance = np.random.default_rng(step)
-    return [texts.prompt(case.prompt, chance) for _ in range(case.prompts)]
+def make_prompts(case: Case, texts: Texts, step: int) -> list[list[int]]:
+    rng = np.random.default_rng(step)
+    return [texts.prompt(case.prompt, rng) for _ in range(case.prompts)]
 
 
 def lake_seeds(case: Case, step: int) -> list[int]:
     return [1000 * step + number for number in range(case.prompts)]
 
 
-class Lake(FrozenLake):
-    """A lake as a tool, of always as many turns: who falls in or arrives before the last begins again."""
+class FixedLengthLake(FrozenLake):
+    """FrozenLake as a tool with a fixed number of turns: an episode that ends earlier restarts on the same map."""
 
     blocking = False
 
@@ -208,17 +220,17 @@ class Lake(FrozenLake):
         return Step(Observation((answer,)), step.reward, truncated=self.turn >= self.turns)
 
 
-def now(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that never waits."""
+def run_synchronously(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Result of a coroutine that never suspends."""
     try:
         coroutine.send(None)
     except StopIteration as over:
         return over.value
-    raise RuntimeError("it waited for something")
+    raise RuntimeError("the coroutine suspended")
 
 
 def fastest(timings: list[Timing]) -> Timing:
-    """Of one side's steps; the first warms up and does not count."""
+    """The fastest step after the warm-up step."""
     return min(timings[1:], key=lambda timing: timing.seconds)
 
 

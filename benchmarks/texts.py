@@ -1,8 +1,8 @@
-"""Prompts for benchmarks, of exactly as many tokens as a case wants.
+"""Prompts for benchmarks with an exact number of tokens.
 
-Where the model has a tokenizer, prompts are English sentences in the model's own chat template (`ChatText`): real
-weights behave differently on text than on random ids. Models of random weights have no tokenizer and read random ids
-(`RandomIds`). Both are deterministic from the generator that is given.
+Models with a tokenizer get English sentences in their own chat template (`ChatText`), because trained weights behave
+differently on text than on random token ids. Models with random weights have no tokenizer and get random token ids
+(`RandomIds`). Both are determined by the random generator that the caller passes.
 """
 
 from __future__ import annotations
@@ -10,81 +10,87 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from bodies import SHAPES, SINK
+from benchmark_models import SHAPES, SINK
 from transformers import AutoTokenizer
 
 from arborl.models.model_files import resolve
 
-WHO = ("The baker", "A student", "My neighbour", "The old captain", "Our teacher", "The engineer", "A farmer")
-DOES = ("buys", "counts", "sells", "carries", "finds", "paints", "repairs", "delivers", "collects", "returns")
-WHAT = ("apples", "red bicycles", "letters", "wooden chairs", "maps", "lamps", "small stones", "books", "tickets")
-WHERE = ("at the market", "near the river", "on Monday morning", "in the library", "before dinner", "for her sister")
-SENTENCES = 4000
-MARK = "\x11"
-"""Stands for a message's text while a template is looked at."""
+SUBJECTS = ("The baker", "A student", "My neighbour", "The old captain", "Our teacher", "The engineer", "A farmer")
+VERBS = ("buys", "counts", "sells", "carries", "finds", "paints", "repairs", "delivers", "collects", "returns")
+OBJECTS = ("apples", "red bicycles", "letters", "wooden chairs", "maps", "lamps", "small stones", "books", "tickets")
+PLACES = ("at the market", "near the river", "on Monday morning", "in the library", "before dinner", "for her sister")
+NUM_SENTENCES = 4000
+PLACEHOLDER = "\x11"
+"""Placeholder of message texts while the parts of a chat template are determined."""
 
 
 class RandomIds:
-    """Random ids that begin with the token that `bodies.add_outliers` makes an attention sink."""
+    """Random token ids; prompts begin with a sink token of `benchmark_models.add_outliers`."""
 
     def __init__(self, vocabulary: int):
         self.vocabulary = vocabulary
 
-    def prompt(self, length: int, chance: np.random.Generator) -> list[int]:
-        return [SINK, *self.text(length - 1, chance)]
+    def prompt(self, length: int, rng: np.random.Generator) -> list[int]:
+        return [SINK, *self.text(length - 1, rng)]
 
-    def observation(self, length: int, chance: np.random.Generator) -> list[int]:
-        return self.text(length, chance)
+    def observation(self, length: int, rng: np.random.Generator) -> list[int]:
+        return self.text(length, rng)
 
-    def text(self, length: int, chance: np.random.Generator) -> list[int]:
-        ids: list[int] = chance.integers(2, self.vocabulary, length).tolist()
+    def text(self, length: int, rng: np.random.Generator) -> list[int]:
+        ids: list[int] = rng.integers(2, self.vocabulary, length).tolist()
         return ids
 
 
 class ChatText:
-    """Sentences in the chat template of the tokenizer in `folder`."""
+    """English sentences in the chat template of the tokenizer in `folder`."""
 
     def __init__(self, folder: Path):
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        opening = self._rendered([("user", MARK)], reply=True)
-        self.before, self.after = (self._ids(part) for part in opening.split(MARK))
-        later = self._rendered([("user", MARK), ("assistant", MARK), ("user", MARK)], reply=True)
-        self.between = self._ids(later.split(MARK)[2])
-        """From the end of a reply to the text of the next message."""
+        first_prompt = self._render([("user", PLACEHOLDER)], reply=True)
+        self.before, self.after = (self._encode(part) for part in first_prompt.split(PLACEHOLDER))
+        later = self._render([("user", PLACEHOLDER), ("assistant", PLACEHOLDER), ("user", PLACEHOLDER)], reply=True)
+        self.between = self._encode(later.split(PLACEHOLDER)[2])
+        """Tokens between the end of a reply and the text of the next message."""
         self._prepare()
 
-    def prompt(self, length: int, chance: np.random.Generator) -> list[int]:
-        """A whole first prompt; the first tokens of one where `length` is too short for the template."""
-        room = max(1, length - len(self.before) - len(self.after))
-        return [*self.before, *self.text(room, chance), *self.after][:length]
+    def prompt(self, length: int, rng: np.random.Generator) -> list[int]:
+        """A complete first prompt, truncated if `length` is too short for the template."""
+        num_text_tokens = max(1, length - len(self.before) - len(self.after))
+        return [*self.before, *self.text(num_text_tokens, rng), *self.after][:length]
 
-    def observation(self, length: int, chance: np.random.Generator) -> list[int]:
-        """What stands between two replies; text alone where `length` is too short for the template."""
-        room = length - len(self.between) - len(self.after)
-        return [*self.between, *self.text(room, chance), *self.after] if room > 0 else self.text(length, chance)
+    def observation(self, length: int, rng: np.random.Generator) -> list[int]:
+        """Tokens between two replies; text without a template if `length` is too short for it."""
+        num_text_tokens = length - len(self.between) - len(self.after)
+        return (
+            [*self.between, *self.text(num_text_tokens, rng), *self.after]
+            if num_text_tokens > 0
+            else self.text(length, rng)
+        )
 
-    def text(self, length: int, chance: np.random.Generator) -> list[int]:
-        """Sentences without a template, from a random one of a prepared text on. Takes microseconds: it is called while
-        time is measured."""
-        start = self.starts[chance.integers(len(self.starts))]
+    def text(self, length: int, rng: np.random.Generator) -> list[int]:
+        """Sentences without a template, from a random position of a prepared text. Takes only microseconds, because it
+        is called during measurements."""
+        start = self.starts[rng.integers(len(self.starts))]
         found = self.prepared[start : start + length]
-        return found if len(found) == length else [*found, *self.text(length - len(found), chance)]
+        return found if len(found) == length else [*found, *self.text(length - len(found), rng)]
 
     def _prepare(self) -> None:
-        chance = np.random.default_rng(0)
+        rng = np.random.default_rng(0)
         self.prepared: list[int] = []
         self.starts: list[int] = []
-        for _ in range(SENTENCES):
-            who, does, what, where = (str(chance.choice(words)) for words in (WHO, DOES, WHAT, WHERE))
+        for _ in range(NUM_SENTENCES):
+            subject, verb, direct_object, place = (
+                str(rng.choice(words)) for words in (SUBJECTS, VERBS, OBJECTS, PLACES)
+            )
             self.starts.append(len(self.prepared))
-            self.prepared += self._ids(f" {who} {does} {chance.integers(2, 100)} {what} {where}.")
+            self.prepared += self._encode(f" {subject} {verb} {rng.integers(2, 100)} {direct_object} {place}.")
 
-    def _rendered(self, messages: list[tuple[str, str]], reply: bool) -> str:
+    def _render(self, messages: list[tuple[str, str]], reply: bool) -> str:
         chat = [{"role": role, "content": content} for role, content in messages]
         rendered: str = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=reply)
         return rendered
 
-    def _ids(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
@@ -92,6 +98,6 @@ class ChatText:
 Texts = RandomIds | ChatText
 
 
-def texts_of(name: str, vocabulary: int) -> Texts:
-    """Prompts for a model of `bodies.load`."""
+def make_texts(name: str, vocabulary: int) -> Texts:
+    """Generator of prompts for a model of `benchmark_models.load`."""
     return RandomIds(vocabulary) if name in SHAPES else ChatText(resolve(name))

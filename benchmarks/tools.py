@@ -1,10 +1,10 @@
-"""Tools under load: a thousand calls at once through server and client, the sandbox beside a bare process, the limiter.
+"""Tools under load: 1,000 concurrent calls through server and client, sandbox start-up times, the rate limiter.
 
     python benchmarks/tools.py --case calls
 
-Cases: `calls` (calculator and python through `arborl tools serve`), `restart` (stateful calls, the server killed and
-started anew half-way), `sandbox` (what a lease and a run cost, beside `subprocess.run`), `limit` (what processes reach
-under one limit). One line a measurement.
+Cases: `calls` (calculator and python through `arborl tools serve`), `restart` (stateful calls; the server is killed and
+restarted halfway), `sandbox` (time of a lease and of a run, compared with `subprocess.run`), `limit` (rate that several
+processes reach under one rate limit). Prints one JSON line per measurement.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ for _ in range(count):
 
 
 class Server:
-    """`arborl tools serve` in a process of its own."""
+    """`arborl tools serve` in a separate process."""
 
     def __init__(self, tools: str, **env: str):
         with socket.socket() as free:
@@ -95,75 +95,77 @@ class Server:
         self.process.wait()
 
 
-def say(case: str, **numbers: object) -> None:
-    about = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
+def print_result(case: str, **numbers: object) -> None:
+    machine_info = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
     rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in numbers.items()}
-    print(json.dumps({"case": case, **rounded, **about}), flush=True)
+    print(json.dumps({"case": case, **rounded, **machine_info}), flush=True)
 
 
 async def timed(calls: int, one: Callable[[int], Awaitable[object]]) -> tuple[float, list[float], list[object]]:
-    """All at once: the whole time, each one's time from the common start, and the results."""
+    """Run all calls concurrently: total seconds, seconds from the start to the end of each call, and the results."""
     start = time.perf_counter()
 
-    async def each(number: int) -> tuple[float, object]:
+    async def timed_call(number: int) -> tuple[float, object]:
         result = await one(number)
         return time.perf_counter() - start, result
 
-    done = await asyncio.gather(*(each(number) for number in range(calls)))
-    return time.perf_counter() - start, [at for at, _ in done], [result for _, result in done]
+    results = await asyncio.gather(*(timed_call(number) for number in range(calls)))
+    return time.perf_counter() - start, [end for end, _ in results], [result for _, result in results]
 
 
-def calls(count: int) -> None:
+def measure_calls(count: int) -> None:
     server = Server("calculator,arborl.tools.library.python:python_once")
     server.wait()
 
-    async def play() -> None:
+    async def run_calls() -> None:
         client = ToolClient(server.url, concurrency=64)
         await client.call("calculator", {"expression": "1"})
 
         async def calculate(number: int) -> object:
             return (await client.call("calculator", {"expression": f"{number}*7"})).content
 
-        whole, ends, results = await timed(count, calculate)
-        right = sum(result == str(7 * number) for number, result in enumerate(results))
-        report("calculator", count, whole, ends, right)
+        total_seconds, end_times, results = await timed(count, calculate)
+        num_correct = sum(result == str(7 * number) for number, result in enumerate(results))
+        report_calls("calculator", count, total_seconds, end_times, num_correct)
         alone = [(await timed(1, calculate))[0] for _ in range(100)]
-        say("calculator alone", p50_ms=1e3 * float(np.median(alone)), p99_ms=1e3 * float(np.percentile(alone, 99)))
+        print_result(
+            "calculator alone", p50_ms=1e3 * float(np.median(alone)), p99_ms=1e3 * float(np.percentile(alone, 99))
+        )
 
         async def run(number: int) -> object:
             return (await client.call("python", {"code": f"print({number} * 7)"})).content
 
-        whole, ends, results = await timed(count, run)
-        right = sum(result == str(7 * number) for number, result in enumerate(results))
-        report("python, a fresh sandbox each", count, whole, ends, right)
+        total_seconds, end_times, results = await timed(count, run)
+        num_correct = sum(result == str(7 * number) for number, result in enumerate(results))
+        report_calls("python, a fresh sandbox each", count, total_seconds, end_times, num_correct)
         await client.close()
 
-    asyncio.run(play())
+    asyncio.run(run_calls())
     server.stop()
 
 
-def report(what: str, count: int, whole: float, ends: list[float], right: int) -> None:
-    p50, p99 = (float(np.percentile(ends, share)) for share in (50, 99))
-    say(
-        what,
+def report_calls(name: str, count: int, total_seconds: float, end_times: list[float], num_correct: int) -> None:
+    p50, p99 = (float(np.percentile(end_times, share)) for share in (50, 99))
+    print_result(
+        name,
         calls=count,
-        right=right,
-        lost=count - right,
-        seconds=whole,
-        per_second=count / whole,
+        right=num_correct,
+        lost=count - num_correct,
+        seconds=total_seconds,
+        per_second=count / total_seconds,
         p50_s=p50,
         p99_s=p99,
     )
 
 
-def restart(count: int) -> None:
+def measure_restart(count: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "ledger_tool.py").write_text(LEDGER)
         ledger = Path(folder, "ledger")
         server = Server("ledger_tool:enter", PYTHONPATH=folder, LEDGER=str(ledger))
         server.wait()
 
-        async def play() -> tuple[float, list[float], list[object]]:
+        async def run_calls() -> tuple[float, list[float], list[object]]:
             client = ToolClient(server.url, call_seconds=90)
 
             async def enter(number: int) -> object:
@@ -175,35 +177,35 @@ def restart(count: int) -> None:
                 server.stop()
                 server.start()
 
-            killer = asyncio.ensure_future(kill())
+            kill_task = asyncio.ensure_future(kill())
             done = await timed(count, enter)
-            await killer
+            await kill_task
             return done
 
-        whole, ends, kinds = asyncio.run(play())
+        total_seconds, end_times, kinds = asyncio.run(run_calls())
         server.stop()
         lines = Counter(ledger.read_text().splitlines())
-        say(
-            "stateful, server killed half-way", calls=count, kinds=dict(Counter(kinds)), seconds=whole,
-            run=len(lines), run_twice=sum(n > 1 for n in lines.values()), p99_s=float(np.percentile(ends, 99)),
+        print_result(
+            "stateful, server killed half-way", calls=count, kinds=dict(Counter(kinds)), seconds=total_seconds,
+            run=len(lines), run_twice=sum(n > 1 for n in lines.values()), p99_s=float(np.percentile(end_times, 99)),
         )  # fmt: skip
 
 
-def sandbox() -> None:
+def measure_sandbox() -> None:
     code, level = "print(6 * 7)", best_level()
 
-    def bare() -> None:
+    def run_subprocess() -> None:
         subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, check=True)
 
-    def fresh() -> None:
+    def run_new_sandbox() -> None:
         with Sandbox() as box:
             assert box.run_sync(code).ok
 
     pool = SandboxPool(spare=4)
     with Sandbox() as kept:
         cases = {
-            "bare process": bare,
-            "sandbox, started for the call": fresh,
+            "bare process": run_subprocess,
+            "sandbox, started for the call": run_new_sandbox,
             "sandbox, kept": lambda: kept.run_sync(code),
         }
         for name, one in cases.items():
@@ -213,7 +215,7 @@ def sandbox() -> None:
                 start = time.perf_counter()
                 one()
                 times.append(time.perf_counter() - start)
-            say(
+            print_result(
                 name,
                 level=level.name,
                 p50_ms=1e3 * float(np.median(times)),
@@ -221,35 +223,35 @@ def sandbox() -> None:
             )
     waits = []
     for _ in range(50):
-        time.sleep(0.15)  # the pool refills meanwhile
+        time.sleep(0.15)  # until the pool is refilled
         start = time.perf_counter()
         with pool.lease_sync() as box:
             box.run_sync(code)
             waits.append(time.perf_counter() - start)
-    say("sandbox, from the warm pool", level=level.name, p50_ms=1e3 * float(np.median(waits)))
+    print_result("sandbox, from the warm pool", level=level.name, p50_ms=1e3 * float(np.median(waits)))
 
-    async def many() -> float:
+    async def lease_many() -> float:
         return (await timed(300, lambda number: pool.run(code)))[0]
 
-    say("leases at once", level=level.name, leases=300, per_second=300 / asyncio.run(many()))
+    print_result("leases at once", level=level.name, leases=300, per_second=300 / asyncio.run(lease_many()))
     pool.close()
 
 
-def limit() -> None:
+def measure_limit() -> None:
     for count, rate, burst in ((1, 10, 5), (8, 10, 5), (64, 10, 5), (8, 1000, 20)):
         with tempfile.TemporaryDirectory() as folder:
             arguments = [str(count), str(rate), str(burst), "10", folder]
             subprocess.run([sys.executable, "-c", LIMIT, *arguments], check=True)
             rows = [line.split() for file in Path(folder).glob("*.txt") for line in file.read_text().splitlines()]
         granted, seen = (np.sort(np.array([float(row[column]) for row in rows])) for column in (0, 1))
-        say(
+        print_result(
             "limit", processes=count, per_second=rate, burst=burst, reached=len(granted) / (10 * rate),
-            most_beyond_rate=over(granted, rate), most_beyond_rate_as_callers_saw=over(seen, rate),
+            most_beyond_rate=largest_excess(granted, rate), most_beyond_rate_as_callers_saw=largest_excess(seen, rate),
         )  # fmt: skip
 
 
-def over(times: np.ndarray, rate: float) -> float:
-    """The largest number of events in any window, less rate times its length; must not pass the burst."""
+def largest_excess(times: np.ndarray, rate: float) -> float:
+    """Largest excess of events over rate × length in any time window; must not exceed the burst."""
     line = np.arange(len(times)) - rate * times
     return float((line - np.minimum.accumulate(line)).max() + 1)
 
@@ -257,11 +259,11 @@ def over(times: np.ndarray, rate: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", choices=("calls", "restart", "sandbox", "limit"), action="append")
-    parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument("--calls", type=int, default=1000, help="number of concurrent calls")
     arguments = parser.parse_args()
     for case in arguments.case or ("calls", "restart", "sandbox", "limit"):
-        {"calls": lambda: calls(arguments.calls), "restart": lambda: restart(arguments.calls), "sandbox": sandbox,
-         "limit": limit}[case]()  # fmt: skip
+        {"calls": lambda: measure_calls(arguments.calls), "restart": lambda: measure_restart(arguments.calls),
+         "sandbox": measure_sandbox, "limit": measure_limit}[case]()  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""How long the viewer takes to show a page of a large run, and to filter it.
+"""Response times of the viewer for a large run: first page and filters.
 
     python benchmarks/viewer.py --json
 
-A run folder of so many episodes is made (several turns each, shaped like FrozenLake's: some kilobytes a line). Then the
-application is asked over HTTP, as a browser asks it: the first page of a folder that was never looked at, the first
-page once the index is there (in a new process's state), and each filter, in the median of some requests, with the time
-that the processor spent on it beside it. The index is made in the background; what it took is told too.
+Writes a run folder with `--episodes` episodes like those of FrozenLake (several turns, some kilobytes per line) and
+sends the HTTP requests of a browser: the first page without an index, the first page with an index after a restart of
+the server, and each filter (median of `--repeats` requests, wall time and CPU time). The index is built in the
+background; `index_s` is the time until it is complete.
 """
 
 from __future__ import annotations
@@ -47,39 +47,41 @@ FILTERS = {
 MOVES = ("Left", "Right", "Up", "Down")
 
 
-def one_episode(chance: np.random.Generator, step: int, number: int, turns: int) -> Episode:
-    """Turns of a map and a move."""
+def make_episode(rng: np.random.Generator, step: int, number: int, turns: int) -> Episode:
+    """An episode whose turns have a move and a map."""
     task = Task(f"lake/{step:06}-{number // 8:04}", source=f"lake{number % 4}", env="lake")
-    calls, said, context = list[Call](), list[Turn](), chance.integers(0, 500, 80).tolist()
-    for turn in range(int(chance.integers(1, turns * 2))):
-        tokens = chance.integers(0, 500, 5).tolist()
-        logprobs = chance.normal(-1, 0.5, 5).clip(max=0).tolist()
+    calls, episode_turns, context = list[Call](), list[Turn](), rng.integers(0, 500, 80).tolist()
+    for turn in range(int(rng.integers(1, turns * 2))):
+        tokens = rng.integers(0, 500, 5).tolist()
+        logprobs = rng.normal(-1, 0.5, 5).clip(max=0).tolist()
         completion = Completion(tuple(tokens), tuple(logprobs), FinishReason.STOP, max(0, step - 1 - number % 2))
         calls.append(Call(tuple(context), completion, turn))
-        context = [*context, *tokens, *chance.integers(0, 500, 24).tolist()]
-        move = MOVES[int(chance.integers(4))]
-        board = "\n".join("".join(chance.choice(list("_OPG"), 4)) for _ in range(4))
+        context = [*context, *tokens, *rng.integers(0, 500, 24).tolist()]
+        move = MOVES[int(rng.integers(4))]
+        board = "\n".join("".join(rng.choice(list("_OPG"), 4)) for _ in range(4))
         reply = Message("assistant", f"<answer>{move}</answer>", sampled=True)
-        said.append(Turn(reply, (Message("user", board),), 0.0, board))
+        episode_turns.append(Turn(reply, (Message("user", board),), 0.0, board))
     rare = f" needle{number % 1000}"
     opening = (Message("system", "Cross the frozen lake from P to G."), Message("user", f"the map{rare}"))
-    stop = StopReason.DONE if chance.random() < 0.7 else StopReason.MAX_TURNS
-    return Episode(f"{task.id}#{number % 8}", task, number, opening, said, calls, stop, {"env": float(chance.random())})
+    stop = StopReason.DONE if rng.random() < 0.7 else StopReason.MAX_TURNS
+    return Episode(
+        f"{task.id}#{number % 8}", task, number, opening, episode_turns, calls, stop, {"env": float(rng.random())}
+    )
 
 
-def make(folder: Path, episodes: int, steps: int, turns: int) -> int:
-    """A run folder; how many bytes its episode files have."""
+def write_run(folder: Path, episodes: int, steps: int, turns: int) -> int:
+    """Write a run folder; returns the size of its episode files in bytes."""
     (folder / "episodes").mkdir(parents=True)
     (folder / "config.yaml").write_text("name: large\nmodel: {name: seedling}\n")
-    chance = np.random.default_rng(0)
-    known = [episode_to_json(one_episode(chance, 1, number, turns)) for number in range(500)]
+    rng = np.random.default_rng(0)
+    templates = [episode_to_json(make_episode(rng, 1, number, turns)) for number in range(500)]
     size = 0
     for step in range(1, steps + 1):
         lines = []
         for number in range(episodes // steps):
-            row = known[int(chance.integers(len(known)))]
+            row = templates[int(rng.integers(len(templates)))]
             task = row["task"] | {"id": f"lake/{step:06}-{number // 8:04}"}
-            rewards = {"env": round(float(chance.random()), 3)}
+            rewards = {"env": round(float(rng.random()), 3)}
             lines.append(json_line(row | {"id": f"{task['id']}#{number % 8}", "task": task, "rewards": rewards}))
         text = "\n".join(lines) + "\n"
         (folder / "episodes" / f"step-{step:06}.jsonl").write_text(text)
@@ -87,8 +89,8 @@ def make(folder: Path, episodes: int, steps: int, turns: int) -> int:
     return size
 
 
-def served(root: Path) -> tuple[str, Viewer]:
-    """The application, answering."""
+def start_viewer(root: Path) -> tuple[str, Viewer]:
+    """Start the viewer in a thread; returns its address and the server."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -99,7 +101,7 @@ def served(root: Path) -> tuple[str, Viewer]:
     return f"http://127.0.0.1:{port}", viewer
 
 
-def timed(client: httpx.Client, **params: object) -> tuple[float, dict]:
+def timed_query(client: httpx.Client, **params: object) -> tuple[float, dict]:
     began = time.perf_counter()
     answer = client.get("/api/episodes", params={"run": "large", **params})
     return time.perf_counter() - began, answer.raise_for_status().json()
@@ -109,43 +111,43 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--episodes", type=int, default=100_000)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--turns", type=int, default=5, help="of an episode, on average")
+    parser.add_argument("--turns", type=int, default=5, help="mean number of turns per episode")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as root, tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
-        size = make(Path(root) / "large", args.episodes, args.steps, args.turns)
-        address, viewer = served(Path(root))
+        size = write_run(Path(root) / "large", args.episodes, args.steps, args.turns)
+        address, viewer = start_viewer(Path(root))
         with httpx.Client(base_url=address, timeout=600) as client:
             began = time.perf_counter()
-            cold, found = timed(client, facets="1")
+            cold_seconds, found = timed_query(client, facets="1")
             rows = len(found["rows"])
             while found["indexed"] < 1:
                 time.sleep(0.2)
-                found = timed(client)[1]
-            built = time.perf_counter() - began
+                found = timed_query(client)[1]
+            index_seconds = time.perf_counter() - began
         viewer.should_exit = True
-        address, viewer = served(Path(root))
+        address, viewer = start_viewer(Path(root))
         with httpx.Client(base_url=address, timeout=600) as client:
-            first, found = timed(client, facets="1")
-            filters, work = {}, {}
-            for name, asked in FILTERS.items():
-                wall, spent = [], []
+            first_page_seconds, found = timed_query(client, facets="1")
+            filters, filters_cpu = {}, {}
+            for name, params in FILTERS.items():
+                wall_seconds, cpu_seconds = [], []
                 for _ in range(args.repeats):
-                    began = time.process_time()  # the server is in this process: on an idle machine both are the same
-                    wall.append(timed(client, **asked, **_far(name, args.episodes))[0])
-                    spent.append(time.process_time() - began)
-                filters[name] = round(1e3 * statistics.median(wall), 1)
-                work[name] = round(1e3 * statistics.median(spent), 1)
+                    began = time.process_time()  # includes the server, which runs in this process
+                    wall_seconds.append(timed_query(client, **params, **_page_offset(name, args.episodes))[0])
+                    cpu_seconds.append(time.process_time() - began)
+                filters[name] = round(1e3 * statistics.median(wall_seconds), 1)
+                filters_cpu[name] = round(1e3 * statistics.median(cpu_seconds), 1)
         viewer.should_exit = True
         index = sum(path.stat().st_size for path in Path(cache).rglob("*.sqlite3*"))
     row = {
         "case": "viewer", "episodes": found["total"], "files_mb": round(size / 1e6, 1),
         "index_mb": round(index / 1e6, 1),
-        "first_page_cold_s": round(cold, 3), "rows_cold": rows, "index_s": round(built, 1),
-        "first_page_s": round(first, 3), "filter_ms_max": max(filters.values()), "filter_ms": filters,
-        "filter_cpu_ms_max": max(work.values()), "filter_cpu_ms": work,
+        "first_page_cold_s": round(cold_seconds, 3), "rows_cold": rows, "index_s": round(index_seconds, 1),
+        "first_page_s": round(first_page_seconds, 3), "filter_ms_max": max(filters.values()), "filter_ms": filters,
+        "filter_cpu_ms_max": max(filters_cpu.values()), "filter_cpu_ms": filters_cpu,
         "machine": platform.machine(), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1),
         "python": platform.python_version(), "sqlite": sqlite3.sqlite_version,
     }  # fmt: skip
@@ -154,7 +156,7 @@ def main() -> None:
     )
 
 
-def _far(name: str, episodes: int) -> dict[str, int]:
+def _page_offset(name: str, episodes: int) -> dict[str, int]:
     return {"first": max(0, episodes - 50)} if name == "last_page" else {}
 
 

@@ -25,7 +25,7 @@ PARENT.set_forkserver_preload(
 
 
 class Forked:
-    """`python WORDS…`, begun; what it says, on both channels, is in one text. As `subprocess.Popen`, where it is.
+    """A running `python WORDS…` whose stdout and stderr go to one file; a subset of `subprocess.Popen`.
 
     Args:
         words: `-m MODULE …` or a script's path, and its arguments.
@@ -34,10 +34,10 @@ class Forked:
     """
 
     def __init__(self, words: Sequence[str], cwd: Path | None = None, env: Mapping[str, str] | None = None):
-        self._said = Path(tempfile.mkstemp(prefix="forked-")[1])
+        self._output_path = Path(tempfile.mkstemp(prefix="forked-")[1])
         place = str(cwd or Path.cwd())
         more = dict(os.environ) | dict(env or {})
-        self._process = PARENT.Process(target=_begin, args=(list(words), place, more, self._said), daemon=True)
+        self._process = PARENT.Process(target=_begin, args=(list(words), place, more, self._output_path), daemon=True)
         self._process.start()
         self.pid: int = self._process.pid  # type: ignore[assignment]
 
@@ -52,25 +52,25 @@ class Forked:
         os.kill(self.pid, number)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
-        """Wait for its end; what it has said."""
+        """Wait for the end of the process; returns its output."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             self._process.kill()
-            raise subprocess.TimeoutExpired("a forked command", timeout or 0, self._said.read_bytes())
-        said = self._said.read_text(errors="replace")
-        self._said.unlink()
-        return said, None
+            raise subprocess.TimeoutExpired("a forked command", timeout or 0, self._output_path.read_bytes())
+        output = self._output_path.read_text(errors="replace")
+        self._output_path.unlink()
+        return output, None
 
 
 def forked(*words: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Run it to its end: its exit code and what it has said."""
+    """Run a command to its end; returns its exit code and output."""
     process = Forked(words, cwd, env)
-    said, _ = process.communicate(300)
+    output, _ = process.communicate(300)
     assert process.returncode is not None
-    return process.returncode, said
+    return process.returncode, output
 
 
-def _begin(words: list[str], place: str, env: dict[str, str], said: Path) -> None:
+def _begin(words: list[str], place: str, env: dict[str, str], output_path: Path) -> None:
     """In the copy: become the command."""
     import random
 
@@ -85,7 +85,7 @@ def _begin(words: list[str], place: str, env: dict[str, str], said: Path) -> Non
     os.chdir(place)
     os.environ.clear()
     os.environ.update(env)
-    out = os.open(said, os.O_WRONLY | os.O_APPEND)
+    out = os.open(output_path, os.O_WRONLY | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))

@@ -153,7 +153,7 @@ def test_windows_and_truncation_hide_the_beginning():
     assert contents(visible_messages(history, (Truncate(5),)))[2] == "round 2"
 
 
-def test_tidy_hides_rounds_that_only_kept_house_and_worked():
+def test_tidy_hides_rounds_with_only_successful_context_editing():
     history = History.open(OPENING).add(output("a", "note", "deleteContext"))
     history = history.add(answered("{}", "note"), caller=1).add(answered("{}", "deleteContext"), caller=1, ok=True)
     assert len(visible_messages(history, style=ViewStyle(tidy=True))) == 2

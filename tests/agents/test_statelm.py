@@ -96,7 +96,7 @@ def prompts(renderer, episode):
     return [renderer.tokenizer.decode(call.prompt) for call in episode.calls]
 
 
-def room_for(renderer, reads, **args):
+def window_for(renderer, reads, **args):
     """A window in which so many chunks can be read, and not one more."""
     (episode,) = play(renderer, [READ] * 4 + [DONE], window=4000, **args).episodes
     lengths = [len(made.prompt) for made in episode.calls]
@@ -125,7 +125,7 @@ def test_an_edited_episode_gives_the_expected_tree_and_trains_every_token_once(r
 
 def test_the_prompt_shrinks_where_something_was_deleted_and_never_passes_the_window(renderer):
     script = [READ, call("deleteContext", msg_id=2), call("readChunk", chunk_id=1), DONE]
-    window = room_for(renderer, 1)
+    window = window_for(renderer, 1)
     (episode,) = play(renderer, script, tidy=True, window=window).episodes
     lengths = context_lengths(episode)
     assert lengths[2] < lengths[1]
@@ -149,7 +149,7 @@ def test_limits_end_episodes_and_must_fit_the_run(renderer):
     (episode,) = play(renderer, [READ], max_assistant_turns=3).episodes
     assert episode.stop == StopReason.MAX_TURNS
     assert len(episode.calls) == 3
-    (episode,) = play(renderer, [READ], window=room_for(renderer, 2)).episodes
+    (episode,) = play(renderer, [READ], window=window_for(renderer, 2)).episodes
     assert episode.stop == StopReason.CONTEXT_FULL
     assert episode.metrics["context/exceeded"] == 1.0
     assert len(episode.calls) == 3
@@ -234,7 +234,7 @@ def test_seedling_plays_it_untrained(seedling):
 
 
 def test_without_context_management_a_long_read_overflows(renderer):
-    window = room_for(renderer, 2, **READER)
+    window = window_for(renderer, 2, **READER)
     (episode,) = play(renderer, [READ], policy="none", window=window, **READER).episodes
     assert episode.stop == StopReason.CONTEXT_FULL
     assert "#2" not in prompts(renderer, episode)[1]  # numbers are for those who can delete
@@ -242,7 +242,7 @@ def test_without_context_management_a_long_read_overflows(renderer):
 
 @pytest.mark.parametrize("args", [{"policy": "truncate", "compress_at": 0.9}, {"policy": "window", "window": 2}])
 def test_a_window_and_truncation_go_on_where_nothing_is_managed(renderer, args):
-    size = room_for(renderer, 2, **READER)
+    size = window_for(renderer, 2, **READER)
     settings = {**READER, "form": "brief", "reading": READING, "max_assistant_turns": 9}
     rollout = rollout_of(
         renderer, [[READ]], lambda t: StateLM(**settings, **args), lambda t: Documents(tokens=400), window=size
@@ -255,7 +255,7 @@ def test_a_window_and_truncation_go_on_where_nothing_is_managed(renderer, args):
 @pytest.mark.parametrize("trained", [True, False])
 def test_a_summary_is_written_by_the_model_and_trained_if_requested(renderer, trained):
     script = [READ, READ, "Chunk 0 says nothing.", READ, DONE]
-    settings = {"policy": "summary", "compress_at": 0.5, "window": 2 * room_for(renderer, 1, **READER), **READER}
+    settings = {"policy": "summary", "compress_at": 0.5, "window": 2 * window_for(renderer, 1, **READER), **READER}
     (episode,) = play(renderer, script, train_summaries=trained, **settings).episodes
     assert episode.metrics["context/folded"] == 1
     assert episode.answer == "Oslo"
@@ -314,7 +314,7 @@ def test_defect_1_numbers_and_notes_are_visible_before_any_deletion(renderer):
 def test_defect_2_and_3_a_penalty_reaches_every_branch_also_where_thoughts_are_stripped(limit):
     renderer = with_template("thinking")
     think = f"<think>hm</think>{READ}"
-    limits = {"max_assistant_turns": 5} if limit == "turns" else {"window": room_for(renderer, 2)}
+    limits = {"max_assistant_turns": 5} if limit == "turns" else {"window": window_for(renderer, 2)}
     group = play(renderer, [think], [READ, call("deleteContext", msg_id=2), READ], **limits)
     requests = []
 
@@ -412,7 +412,7 @@ def test_defect_9_a_batch_of_which_nothing_is_left_is_an_empty_forest(renderer):
 
 @pytest.mark.parametrize("over", [0, 1])
 def test_defect_11_the_budget_reported_is_the_budget_kept(renderer, over):
-    """A document that fills the reported room exactly is read; one token more ends the episode."""
+    """A document that fills the reported budget exactly is read; one token more ends the episode."""
     toolset = ["checkBudget", "loadDocument", "finish"]
 
     def run(document):

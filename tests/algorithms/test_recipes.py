@@ -131,7 +131,7 @@ def test_gspo_over_calls_has_a_ratio_for_each_call():
     assert gaps["call"] == pytest.approx([0.1, 0.3, 0.3, 0.7])
 
 
-def test_flat_groups_are_skipped_only_when_asked():
+def test_zero_variance_groups_are_skipped_only_if_configured():
     flat, live = group(episode(1.0), episode(1.0)), group(episode(1.0), episode(0.0))
     dead = group(episode(1.0, failed=True), episode(0.0, failed=True))
     algorithm = Recipe(AlgorithmConfig())

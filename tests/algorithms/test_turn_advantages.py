@@ -206,7 +206,7 @@ def test_turn_rewards_are_what_the_environment_gave_times_its_weight(given_turns
 
 
 def test_a_run_by_its_configuration_credits_turns():
-    """The reward that a configuration calls `env`, through the door of a run: Sokoban's own -0.1 a step stay so."""
+    """The reward `env` of a run's configuration keeps Sokoban's own -0.1 per step."""
     config = load(None, ["env=sokoban", "rewards=[{name: env, weight: 0.5}]"])
     one = Episode("e", Task("t"), turns=[Turn(Message("assistant"), reward=r) for r in (-0.1, 0.9, -0.1, -0.6)])
     asyncio.run(RunPartFactory(config, {}).rewards().score([Group(one.task, [one])]))

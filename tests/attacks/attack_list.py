@@ -47,7 +47,7 @@ class Attack:
     """What must not happen, in words."""
     code: str
     then: str = ""
-    """Run half a second later, in the same guest."""
+    """Run half a second later, in the same sandbox process."""
     open_at: tuple[str, ...] = ()
     """Levels at which it is known to succeed, as docs/security.md says."""
     limits: dict[str, Any] = field(default_factory=dict)

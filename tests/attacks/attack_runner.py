@@ -149,7 +149,7 @@ def attempt(attack: Attack, level: str, there: World) -> tuple[str, str]:
     box = Sandbox(limits, level)
     started = time.perf_counter() - start
     try:
-        guests = Spaces(box._supervisor.pid)
+        namespaces = Spaces(box._supervisor.pid)
         outcomes = [box.run_sync(f"{PRELUDE}\n{there.fill(attack.code)}")]
         if attack.then:
             time.sleep(0.5)
@@ -157,16 +157,16 @@ def attempt(attack: Attack, level: str, there: World) -> tuple[str, str]:
     finally:
         box.close()
     seconds = time.perf_counter() - start - started - (0.5 if attack.then else 0.0)
-    trouble = harm(outcomes, limits, seconds) or left(box, guests)
+    trouble = harm(outcomes, limits, seconds) or left(box, namespaces)
     return (OPEN, trouble) if trouble else (HELD, outcomes[-1].error)
 
 
-def fuzz(level: str, guests: int, seed: int = 0) -> dict[str, int]:
-    """Guests that write random frames to where answers are sent: how many there were, by what ended each run."""
+def fuzz(level: str, count: int, seed: int = 0) -> dict[str, int]:
+    """Run sandboxed code that writes random frames to the response channel; counts the causes that ended each run."""
     rng = random.Random(seed)
     limits = replace(LIMITS, wall_seconds=0.6)
     counts: dict[str, int] = {}
-    for _ in range(guests):
+    for _ in range(count):
         writes = [frame(rng) for _ in range(rng.randint(1, 5))]
         sent = "\n".join(f"os.write(3, {part})\ntime.sleep({rng.choice((0, 0, 0.01))})" for part in writes)
         with Sandbox(limits, level) as box:
@@ -237,20 +237,20 @@ def harm(outcomes: list[SandboxResult], limits: SandboxLimits, seconds: float) -
     return ""
 
 
-def left(box: Sandbox, guests: Spaces) -> str:
+def left(box: Sandbox, namespaces: Spaces) -> str:
     """What is still there of a sandbox that was closed."""
     deadline = time.monotonic() + 3
-    while (here := guests.alive()) or os.path.exists(box._folder):
+    while (here := namespaces.alive()) or os.path.exists(box._folder):
         if time.monotonic() > deadline:
             return f"left behind: {here or box._folder}"
         time.sleep(0.02)
-    guests.close()
+    namespaces.close()
     return ""
 
 
 class Spaces:
-    """The process name spaces of a keeper's guests, held open so that their numbers go to no one else; and where these
-    are the host's, the processes themselves."""
+    """PID namespaces of the children of a supervisor, held open so that their numbers are not reused; and the processes
+    themselves where the namespace is the host's."""
 
     def __init__(self, keeper: int):
         own = os.readlink("/proc/self/ns/pid")

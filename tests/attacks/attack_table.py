@@ -14,7 +14,7 @@ from attack_runner import HELD, available, fuzz, fuzz_reader, outcomes
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 LEVELS = ("bubblewrap", "namespaces", "rlimits")
 ROW = re.compile(r"^\| (?P<area>[^|]+) \| (?P<name>[^|]+) \| (?P<must_not>[^|]+) \| (?P<cells>.+) \|$", re.MULTILINE)
-GUESTS, FRAMES = 300, 200_000
+SANDBOXES, FRAMES = 300, 200_000
 
 
 def between(text: str, name: str) -> str:
@@ -57,7 +57,7 @@ def main() -> None:
             received.setdefault(name, {})[level] = shown(outcome)
             if outcome[0] != HELD:
                 sys.stderr.write(f"{level}: {name}: {outcome[1]}\n")
-        fuzzed.append(f"{GUESTS} hostile guests at `{level}`, two runs each: {counted(fuzz(level, GUESTS))}.\n")
+        fuzzed.append(f"{SANDBOXES} hostile guests at `{level}`, two runs each: {counted(fuzz(level, SANDBOXES))}.\n")
     where = f"Last run on Linux {platform.release().partition('-')[0]}, {platform.machine()}: {', '.join(here)}.\n"
     text = put(text, "attacks", f"{where}\n{table(received)}")
     PAGE.write_text(put(text, "fuzzing", "\n".join(fuzzed)))

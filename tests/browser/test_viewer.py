@@ -172,7 +172,7 @@ def test_a_run_is_followed_while_it_goes_on(page, tmp_path, viewed):
         expect(page.locator(".runs")).to_contain_text("lake", timeout=120_000)
         page.get_by_role("link", name="lake").click()
         expect(page.locator("tbody tr").first).to_be_visible(timeout=120_000)
-        expect(page.locator("main")).to_contain_text("16 episodes", timeout=120_000)  # nobody has reloaded the page
+        expect(page.locator("main")).to_contain_text("16 episodes", timeout=120_000)  # without a reload of the page
         run.wait()
     page.keyboard.press("1")
     expect(page.locator(".runs")).to_contain_text("4 / 4", timeout=30_000)

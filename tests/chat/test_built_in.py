@@ -44,7 +44,7 @@ def gpt2_like(tmp_path):
     return tmp_path
 
 
-def said(renderer: Renderer, text: str) -> Completion:
+def completion_of(renderer: Renderer, text: str) -> Completion:
     ids = [*renderer.encode(renderer.escape_reply(text)), renderer.stop[0]]
     return Completion(tuple(ids), (-1.0,) * len(ids), FinishReason.STOP)
 
@@ -59,7 +59,7 @@ def assert_grows(renderer: Renderer, tools=()) -> None:
         prompt = conversations.prompt(talk, tools)
         assert prompt.text == renderer.text(talk, tools)
         assert renderer.tokenizer.decode(prompt.tokens) == prompt.text
-        completion = said(renderer, text)
+        completion = completion_of(renderer, text)
         reply = renderer.read(completion)
         conversations.record(prompt, completion, reply=reply)
         talk += [reply, *([answer] if answer else [])]
@@ -70,7 +70,7 @@ def assert_grows(renderer: Renderer, tools=()) -> None:
             assert after.reused == len(before)
 
 
-def test_a_model_without_template_speaks_plainly_and_that_is_said_in_one_line(gpt2_like, caplog):
+def test_a_model_without_a_template_gets_the_plain_one_and_one_warning(gpt2_like, caplog):
     with caplog.at_level(logging.WARNING):
         renderer = Renderer.from_folder(gpt2_like)
     assert [r.getMessage() for r in caplog.records] == [

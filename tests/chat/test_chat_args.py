@@ -22,16 +22,16 @@ def renderer(tokenizer, source, **arguments):
 
 
 def talk(made, turns):
-    """The prompts of a conversation, each with all that was seen and said by then."""
+    """The prompts of a conversation, each with all tokens up to then."""
     conversations, messages, prompts = Conversations(made), [], []
     for number in range(turns):
         messages.append(Message("user", f"Question {number}?"))
         prompt = conversations.prompt(messages)
         assert prompt.tokens == tuple(made.encode(made.render(messages)))
         ids = (*made.tokenizer.encode("Three."), made.stop[0])
-        said = Completion(ids, (0.0,) * len(ids), FinishReason.STOP)
-        conversations.record(prompt, said)
-        messages.append(made.read(said))
+        completion = Completion(ids, (0.0,) * len(ids), FinishReason.STOP)
+        conversations.record(prompt, completion)
+        messages.append(made.read(completion))
         prompts.append((prompt, (*prompt.tokens, *ids)))
     return prompts
 
@@ -57,9 +57,9 @@ def test_a_template_that_shows_empty_thoughts_only_in_front_of_the_reply_branche
 def test_an_argument_that_the_template_never_reads_is_refused_with_those_it_reads(tokenizer):
     with pytest.raises(
         ConfigError, match=r"model.chat_args.enable_thinkin: .*Did you mean 'enable_thinking'\?"
-    ) as said:
+    ) as error:
         renderer(tokenizer, FORGETS, enable_thinkin=False)
-    assert "It reads: enable_thinking." in str(said.value)
+    assert "It reads: enable_thinking." in str(error.value)
     with pytest.raises(ConfigError, match="It reads no arguments"):
         renderer(tokenizer, BODY + "{% endif %}", mood="brief")
 

@@ -22,19 +22,19 @@ def say(renderer: Renderer, text: str) -> Completion:
     return completion([*renderer.tokenizer.encode(text), renderer.stop[0]])
 
 
-def answer(conversations: Conversations, messages: list[Message], said: Completion, tools=()):
+def answer(conversations: Conversations, messages: list[Message], sampled: Completion, tools=()):
     """One turn: ask, record what was sampled, put it into the messages; the prompt that was used."""
     prompt = conversations.prompt(messages, tools)
-    conversations.record(prompt, said)
-    messages.append(conversations.renderer.read(said))
+    conversations.record(prompt, sampled)
+    messages.append(conversations.renderer.read(sampled))
     return prompt
 
 
 TEXT = st.text(max_size=12) | st.sampled_from(["", "\n\n", " The answer ", "Grüße, 日本語", "a\n", "  ", "<tool_call>"])
-SAID = TEXT.map(lambda text: text.lstrip())  # white space would merge with the end of the generation prompt
-THOUGHT = st.tuples(SAID, SAID).map(lambda parts: f"<think>\n{parts[0]}\n</think>\n\n{parts[1]}")
-TURN = st.tuples(SAID | THOUGHT, st.lists(TEXT.map(lambda text: Message("tool", text)), min_size=1, max_size=3))
-ROUND = st.tuples(TEXT.map(lambda text: Message("user", text)), st.lists(TURN, max_size=2), SAID | THOUGHT)
+REPLY = TEXT.map(lambda text: text.lstrip())  # white space would merge with the end of the generation prompt
+THOUGHT = st.tuples(REPLY, REPLY).map(lambda parts: f"<think>\n{parts[0]}\n</think>\n\n{parts[1]}")
+TURN = st.tuples(REPLY | THOUGHT, st.lists(TEXT.map(lambda text: Message("tool", text)), min_size=1, max_size=3))
+ROUND = st.tuples(TEXT.map(lambda text: Message("user", text)), st.lists(TURN, max_size=2), REPLY | THOUGHT)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -44,7 +44,7 @@ def test_incremental_ids_equal_the_full_render(family, renderer_for, tokenizer, 
     renderer = renderer_for(family, tokenizer)
     conversations, messages = Conversations(renderer), [SYSTEM] if system else []
     given_tools = [TOOL] if tools else []
-    earlier: tuple[int, ...] = ()  # everything the model has seen and said so far
+    earlier: tuple[int, ...] = ()  # all tokens of the conversation so far
     appends = True  # whether the template must have kept all of that in the next prompt
     rewrites_on_user = family == "thinking" or (family == "mistral" and (system or tools))
     for user, turns, last in rounds:
@@ -57,12 +57,12 @@ def test_incremental_ids_equal_the_full_render(family, renderer_for, tokenizer, 
             if appends:
                 assert prompt.tokens[: len(earlier)] == earlier
                 assert prompt.reused == len(earlier)
-            said = say(renderer, text)
+            sampled = say(renderer, text)
             # Canonical in its context: no token of the text merges with one of the prompt.
-            assume((*prompt.tokens, *said.tokens) == (*tokenizer.encode(prompt.text + text), renderer.stop[0]))
-            conversations.record(prompt, said)
-            earlier = (*prompt.tokens, *said.tokens)
-            messages += [renderer.read(said), *results]
+            assume((*prompt.tokens, *sampled.tokens) == (*tokenizer.encode(prompt.text + text), renderer.stop[0]))
+            conversations.record(prompt, sampled)
+            earlier = (*prompt.tokens, *sampled.tokens)
+            messages += [renderer.read(sampled), *results]
             appends = family != "llama3" or text == text.strip()
 
 
@@ -71,11 +71,11 @@ def test_incremental_ids_equal_the_full_render(family, renderer_for, tokenizer, 
 def test_consecutive_tool_results_extend_the_call_before_them(family, tools, renderer_for, tokenizer):
     renderer = renderer_for(family, tokenizer)
     conversations, messages = Conversations(renderer), [SYSTEM, USER]
-    said = say(renderer, '<tool_call>{"name": "add"}</tool_call>')
-    first = answer(conversations, messages, said, tools)
+    sampled = say(renderer, '<tool_call>{"name": "add"}</tool_call>')
+    first = answer(conversations, messages, sampled, tools)
     messages += [RESULT, Message("tool", "4"), Message("tool", "5")]
     second = conversations.prompt(messages, tools)
-    assert second.tokens[: second.reused] == first.tokens + said.tokens
+    assert second.tokens[: second.reused] == first.tokens + sampled.tokens
     assert second.tokens == tuple(tokenizer.encode(renderer.text(messages, tools)))
 
 
@@ -188,11 +188,11 @@ def test_interleaved_conversations_each_extend_their_own(renderer_for, tokenizer
     seen: dict[str, tuple[int, ...]] = dict.fromkeys(talks, ())
     for turn in range(3):
         for name, messages in talks.items():
-            said = say(renderer, f"{name} says {turn}.")
-            prompt = answer(conversations, messages, said)
+            sampled = say(renderer, f"{name} says {turn}.")
+            prompt = answer(conversations, messages, sampled)
             assert prompt.reused == len(seen[name])
             assert prompt.tokens[: prompt.reused] == seen[name]
-            seen[name] = prompt.tokens + said.tokens
+            seen[name] = prompt.tokens + sampled.tokens
             messages.append(RESULT)
 
 
@@ -265,9 +265,11 @@ def test_no_sampled_id_changes_whatever_the_tokenizer_would_have_made_of_its_tex
     conversations, messages = Conversations(renderer), [Message("user", "a")]
     recorded: list[tuple[int, tuple[int, ...]]] = []  # where each completion began, and its ids
     for ids, stops, reply in turns:
-        said = completion([*ids, tokenizer.stop] if stops else ids, FinishReason.STOP if stops else FinishReason.LENGTH)
-        prompt = answer(conversations, messages, said)
-        recorded.append((len(prompt.tokens), said.tokens))
+        sampled = completion(
+            [*ids, tokenizer.stop] if stops else ids, FinishReason.STOP if stops else FinishReason.LENGTH
+        )
+        prompt = answer(conversations, messages, sampled)
+        recorded.append((len(prompt.tokens), sampled.tokens))
         messages.append(Message("user", reply))
     final = conversations.prompt(messages)
     for start, ids in recorded:
@@ -282,10 +284,10 @@ def test_no_sampled_id_changes_with_any_ids_of_a_real_vocabulary(data, renderer_
     ordinary = st.integers(0, tokenizer.vocab_size - 1).filter(lambda i: i not in renderer.template_only)
     context: tuple[int, ...] = ()
     for ids in data.draw(st.lists(st.lists(ordinary, max_size=8), min_size=1, max_size=3)):
-        said = completion([*ids, renderer.stop[0]])
-        prompt = answer(conversations, messages, said)
+        sampled = completion([*ids, renderer.stop[0]])
+        prompt = answer(conversations, messages, sampled)
         assert prompt.tokens[: len(context)] == context
-        context = prompt.tokens + said.tokens
+        context = prompt.tokens + sampled.tokens
         messages.append(RESULT)
     assert conversations.prompt(messages).tokens[: len(context)] == context
 

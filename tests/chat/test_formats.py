@@ -156,7 +156,7 @@ def test_pythonic_reads_what_python_reads():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[f(1)]", "every argument is written NAME=VALUE"),
         ("[f(x=open('/etc/passwd'))]", "is not a number, a string"),
@@ -169,9 +169,9 @@ def test_pythonic_reads_what_python_reads():
         ("[f(x='\\ud800')]", "surrogate"),
     ],
 )
-def test_a_malformed_pythonic_call_says_what_to_write(text, said):
+def test_a_malformed_pythonic_call_says_what_to_write(text, message):
     calls = PARSERS["pythonic"]().parse(text)
-    assert said in (calls[-1].error or "")
+    assert message in (calls[-1].error or "")
     assert 'NAME="VALUE"' in (calls[-1].error or "")
 
 
@@ -203,7 +203,7 @@ def test_react_ignores_what_the_model_imagines_after_an_observation():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("Action: add", "has no input"),
         ("Action: add\nAction Input: 2 plus 2", "text after the input"),
@@ -214,9 +214,9 @@ def test_react_ignores_what_the_model_imagines_after_an_observation():
         ("Action: add\nObservation: 3", "has no input"),
     ],
 )
-def test_a_malformed_action_says_what_to_write(text, said):
+def test_a_malformed_action_says_what_to_write(text, message):
     (call,) = PARSERS["react"]().parse(text)
-    assert said in (call.error or "")
+    assert message in (call.error or "")
     assert "Action Input: {" in (call.error or "")
 
 
@@ -260,8 +260,8 @@ def test_qwen_xml_values_are_text_as_written():
         "<tool_call>f</tool_call>": "no function",
         "<function=></function>": "no name",
     }
-    for text, said in broken.items():
-        assert said in (parser.parse(text)[0].error or "")
+    for text, message in broken.items():
+        assert message in (parser.parse(text)[0].error or "")
 
 
 @pytest.mark.parametrize(
@@ -275,8 +275,8 @@ def test_a_template_shows_its_format_and_the_format_reads_what_the_template_writ
     source = (TEMPLATES / f"{template}.jinja").read_text()
     assert detect_format([source]) == format
     call = ToolCall("call00000", "add", {"a": 1, "b": ["x", None]})
-    said = Message("assistant", tool_calls=(call,))
-    text = Template(source, "", "").render([Message("user", "go"), said], (), generation=False)
+    reply = Message("assistant", tool_calls=(call,))
+    text = Template(source, "", "").render([Message("user", "go"), reply], (), generation=False)
     assert plain(make_parser("auto", [source]).parse(text)) == plain([call])
 
 

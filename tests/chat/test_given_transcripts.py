@@ -1,4 +1,4 @@
-"""A given transcript has the ids that a rollout would have recorded, had the model said what is in it."""
+"""A given transcript has the ids that a rollout would have recorded, had the model sampled its replies."""
 
 import asyncio
 import math
@@ -51,11 +51,11 @@ class Talk(Env):
     """Says what the user says in the transcript."""
 
     async def reset(self, task, seed):
-        self.said = iter([Message("user", "And again <|im_end|>?")])
+        self.user_messages = iter([Message("user", "And again <|im_end|>?")])
         return Observation((Message("system", "Be brief."), Message("user", "One and two?")))
 
     async def step(self, action):
-        following = next(self.said, None)
+        following = next(self.user_messages, None)
         return Step(Observation((following,) if following else ()), terminated=following is None)
 
 
@@ -88,9 +88,9 @@ def test_only_the_assistants_words_are_terms_and_each_ends_its_turn(family, rend
     row = {"messages": [TRANSCRIPT[1], TRANSCRIPT[4], TRANSCRIPT[5], TRANSCRIPT[6]]}
     group = given(renderer, row)
     (episode,) = group.episodes
-    said = [tokenizer.decode(call.completion.tokens) for call in episode.calls]
-    assert "The answer is three." in said[0]
-    assert said[1].strip().startswith("Three.")
+    replies = [tokenizer.decode(call.completion.tokens) for call in episode.calls]
+    assert "The answer is three." in replies[0]
+    assert replies[1].strip().startswith("Three.")
     assert all(call.completion.tokens[-1] in renderer.stop for call in episode.calls)
     terms = build_token_trees([group]).terms
     assert len(terms) == sum(len(call.completion.tokens) for call in episode.calls)
@@ -125,12 +125,12 @@ def test_what_goes_beyond_the_context_is_cut_off(renderer_for, tokenizer):
     renderer = renderer_for("chatml_hermes", tokenizer)
     row = {"messages": [TRANSCRIPT[1], TRANSCRIPT[4], TRANSCRIPT[5], TRANSCRIPT[6]]}
     whole = given(renderer, row).episodes[0]
-    room = len(whole.calls[0].prompt) + 3
-    cut = given(renderer, row, max_context=room).episodes[0]
+    max_context = len(whole.calls[0].prompt) + 3
+    cut = given(renderer, row, max_context=max_context).episodes[0]
     assert [call.completion.tokens for call in cut.calls] == [whole.calls[0].completion.tokens[:3]]
     assert cut.calls[0].completion.finish is FinishReason.LENGTH
     assert cut.stop is StopReason.CONTEXT_FULL
-    assert given(renderer, row, max_context=room - 3).episodes[0].calls == []
+    assert given(renderer, row, max_context=max_context - 3).episodes[0].calls == []
     task = OfflineRowReader("rows").task(row, "here")
     last = whole.calls[-1]
     assert OfflineEpisodes(renderer, 8).length(task) == len(last.prompt) + len(last.completion.tokens)
@@ -140,6 +140,6 @@ def test_calls_are_imitated_where_the_chat_template_leaves_them_out(model_folder
     folder = model_folder(config={}, tokenizer_config={"eos_token": "<|im_end|>"})
     renderer = Renderer.from_folder(folder, "hermes", chat_template="chatml")
     (episode,) = given(renderer, {"messages": TRANSCRIPT[1:5], "tools": TOOLS}).episodes
-    said = renderer.decode(episode.calls[0].completion.tokens[:-1])
-    assert [call.arguments for call in renderer.parser.parse(said)] == [{"a": 1, "b": 2}]
-    assert said in renderer.tokenizer.decode(episode.calls[1].prompt)
+    reply = renderer.decode(episode.calls[0].completion.tokens[:-1])
+    assert [call.arguments for call in renderer.parser.parse(reply)] == [{"a": 1, "b": 2}]
+    assert reply in renderer.tokenizer.decode(episode.calls[1].prompt)

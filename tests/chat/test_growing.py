@@ -148,9 +148,9 @@ def test_whatever_is_added_deleted_changed_or_taken_up_again_the_text_is_that_of
         assert conversations.count(messages, tools) == len(prompt.tokens)
         if messages and data.draw(st.booleans()):
             ids = tokenizer.encode(data.draw(TEXT))
-            said = Completion((*ids, renderer.stop[0]), (0.0,) * (len(ids) + 1), FinishReason.STOP)
-            conversations.record(prompt, said)
-            earlier.append([*messages, renderer.read(said)])
+            completion = Completion((*ids, renderer.stop[0]), (0.0,) * (len(ids) + 1), FinishReason.STOP)
+            conversations.record(prompt, completion)
+            earlier.append([*messages, renderer.read(completion)])
 
 
 def tried(work, *arguments):
@@ -189,10 +189,10 @@ def test_branches_start_and_go_on_where_they_do_when_all_is_rendered_and_compare
             continue
         assert (prompt.tokens, prompt.shown, prompt.reused) == (same.tokens, same.shown, same.reused)
         ids = tokenizer.encode(data.draw(TEXT))
-        said = Completion((*ids, renderer.stop[0]), (0.0,) * (len(ids) + 1), FinishReason.STOP)
-        reply = renderer.read(said)
-        one.record(prompt, said, reply=reply)
-        other.record(same, said, reply=reply)
+        completion = Completion((*ids, renderer.stop[0]), (0.0,) * (len(ids) + 1), FinishReason.STOP)
+        reply = renderer.read(completion)
+        one.record(prompt, completion, reply=reply)
+        other.record(same, completion, reply=reply)
         earlier.append([*messages, reply])
 
 
@@ -230,11 +230,11 @@ def test_conversations_that_are_gone_through_in_turns_are_each_kept(tokenizer):
 
 def test_the_first_prompt_of_a_group_is_rendered_and_tokenised_once(monkeypatch):
     renderer = Renderer.from_folder(resolve("seedling"))
-    asked = []
-    monkeypatch.setattr(type(renderer.tokenizer), "encode", counted(asked, type(renderer.tokenizer).encode))
+    encode_calls = []
+    monkeypatch.setattr(type(renderer.tokenizer), "encode", counted(encode_calls, type(renderer.tokenizer).encode))
     opening = (Message("system", "Play."), Message("user", "A board."))
     prompts = [Conversations(renderer).prompt(opening) for _ in range(5)]
-    assert len(asked) == 1
+    assert len(encode_calls) == 1
     assert all(prompt.tokens == prompts[0].tokens for prompt in prompts)
     assert len({id(prompt.tokens.line) for prompt in prompts}) == 5  # no episode's ids are on another's line
 
@@ -250,10 +250,10 @@ def test_conversations_that_begin_alike_go_their_own_ways():
         conversations = Conversations(renderer)
         prompt = conversations.prompt(opening)
         ids = (*renderer.encode(renderer.escape_reply(text)), renderer.stop[0])
-        said = Completion(ids, (0.0,) * len(ids), FinishReason.STOP)
-        reply = renderer.read(said)
-        conversations.record(prompt, said, reply=reply)
+        completion = Completion(ids, (0.0,) * len(ids), FinishReason.STOP)
+        reply = renderer.read(completion)
+        conversations.record(prompt, completion, reply=reply)
         later = (*opening, reply, Message("user", "And now?"))
         following = conversations.prompt(later)
         assert following.text == renderer.text(later)
-        assert following.reused == len(prompt.tokens) + len(said.tokens)
+        assert following.reused == len(prompt.tokens) + len(completion.tokens)

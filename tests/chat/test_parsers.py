@@ -64,7 +64,7 @@ def test_calls_are_read_with_spaces_tags_in_strings_and_text_arguments():
 
 
 @pytest.mark.parametrize(
-    ("body", "name", "said"),
+    ("body", "name", "message"),
     [
         ('{"name": "f", "arguments": {}', "", "not valid JSON (expecting ',' delimiter at character 29)"),
         ("", "", "not valid JSON"),
@@ -84,10 +84,10 @@ def test_calls_are_read_with_spaces_tags_in_strings_and_text_arguments():
         ('{"name": "f", "arguments": "{} x"}', "f", '"arguments" is a string, not an object'),
     ],
 )
-def test_a_malformed_call_is_a_call_whose_error_says_what_to_write(body, name, said):
+def test_a_malformed_call_is_a_call_whose_error_says_what_to_write(body, name, message):
     (call,) = PARSER.parse(f"x <tool_call>{body}</tool_call> y")
     assert (call.id, call.name, call.arguments) == ("call_0", name, {})
-    assert said in (call.error or "")
+    assert message in (call.error or "")
     assert f'<tool_call>{{"name": "{name or "TOOL"}", "arguments": {{' in (call.error or "")
 
 

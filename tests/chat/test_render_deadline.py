@@ -31,7 +31,7 @@ def soon(monkeypatch):
 
 
 @pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS)
-def test_a_template_without_end_is_ended_and_said_in_one_line(source, soon):
+def test_an_endless_template_is_stopped_with_a_one_line_error(source, soon):
     template = Template(source, None, None)
     with pytest.raises(ConfigError, match=r"model\.chat_template: .* more than 0\.2 s of processor time") as caught:
         template.render(TALK, (), True)
@@ -87,7 +87,7 @@ def test_only_the_render_that_is_late_is_ended(soon):
     assert len(ended) == 4
 
 
-def test_an_exception_that_comes_too_late_comes_to_nobody():
+def test_a_deadline_after_the_render_raises_no_exception():
     """The render has ended when the deadline strikes, or ends at that moment: nothing is raised behind it."""
     deadline = RenderDeadline()
     came = 0

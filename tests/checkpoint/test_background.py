@@ -64,7 +64,7 @@ def test_a_failure_is_raised_by_whatever_is_called_next_and_once(background, cal
     background.wait()
 
 
-def test_a_failure_that_nobody_asked_for_is_logged_at_the_end(caplog):
+def test_an_unread_failure_is_logged_at_the_end(caplog):
     background, job = BackgroundWriter(), Gate(DiskWriteError("runs/x: cannot be written: No space left on device."))
     job.may_end.set()
     background.start(job)

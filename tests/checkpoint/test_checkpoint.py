@@ -91,7 +91,7 @@ def test_a_disk_that_refuses_is_one_sentence_and_the_former_checkpoint_is_intact
 @pytest.mark.parametrize("flip", [False, True])
 def test_a_model_in_a_checkpoint_is_compared_with_what_was_written(tmp_path, flip):
     folder = save(tmp_path, 3, writer(), {}, keep=3)
-    (folder / "optimizer.pt").unlink()  # whoever only plays may leave it out
+    (folder / "optimizer.pt").unlink()  # not needed for evaluation
     if flip:
         (folder / "model" / "model.safetensors").write_text("weighty")
         with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors has the right size, but not the content"):
@@ -176,7 +176,7 @@ def test_replacing_a_step_is_safe_wherever_it_is_killed(tmp_path, monkeypatch, d
     assert [path.name for path in tmp_path.iterdir()] == ["step-000006"]
 
 
-def test_a_truncated_file_is_passed_over_for_latest_and_named_when_asked_for(tmp_path, caplog):
+def test_a_truncated_checkpoint_is_skipped_for_latest_and_reported_when_requested(tmp_path, caplog):
     save(tmp_path, 1, writer(), {}, keep=3)
     newest = save(tmp_path, 2, writer(), {}, keep=3)
     os.truncate(newest / "optimizer.pt", 10)
@@ -291,6 +291,6 @@ def test_steps_past_a_million_keep_their_order(tmp_path):
     assert find(tmp_path, "latest").name == "step-1000000"
 
 
-def test_the_room_loads_without_torch():
+def test_the_package_imports_without_torch():
     program = "import sys, arborl.checkpoint; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -52,8 +52,8 @@ def test_prompts_are_answered_in_order_and_scored_if_they_have_answers(here: Pat
     assert [row["fields"]["question"] for row in rows] == ["Say one.", "Say two."]
     assert all("reward" not in row and isinstance(row["reply"], str) for row in rows)
     assert "success" not in done.stdout
-    (here / "asked.jsonl").write_text('{"prompt": "Say one.", "answer": "1"}\n')
-    done = call("seedling", "--input", "asked.jsonl", "--json", "rewards=[exact]", *SMALL[2:])
+    (here / "tasks.jsonl").write_text('{"prompt": "Say one.", "answer": "1"}\n')
+    done = call("seedling", "--input", "tasks.jsonl", "--json", "rewards=[exact]", *SMALL[2:])
     assert done.exit_code == 0, done.output
     assert "reward" in json.loads(done.stdout)[0]
 

@@ -90,7 +90,7 @@ class World:
 def world(monkeypatch, tmp_path_factory):
     import tempfile
 
-    with tempfile.TemporaryDirectory(prefix="ab") as short:  # Ray's sockets leave little room for a path
+    with tempfile.TemporaryDirectory(prefix="ab") as short:  # Ray's socket names limit the length of the path
         monkeypatch.setenv("PATH", f"{short}/bin{os.pathsep}{os.environ['PATH']}")
         monkeypatch.setenv("FAKE", short)
         monkeypatch.setenv("FAKE_RAY", str(HERE / "fake_ray"))

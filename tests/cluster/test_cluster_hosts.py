@@ -63,7 +63,7 @@ def lab(tmp_path_factory):
         made.network.close()
 
 
-def test_a_wrong_key_a_stranger_a_taken_port_and_a_cut_cable_are_each_one_sentence_and_nothing_is_left(lab):
+def test_a_wrong_key_an_unknown_host_a_used_port_and_a_lost_connection_each_give_one_line_and_leave_nothing(lab):
     other = lab.folder / "other"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other)], check=True)
     result = lab.ask("setup", ssh=lab.tree["ssh"] | {"key": str(other)})

@@ -63,13 +63,13 @@ def test_a_cluster_that_does_not_answer_is_named_before_anything_is_written(tmp_
     assert not home.exists()
 
 
-def test_without_ray_it_is_said_what_to_install(monkeypatch):
+def test_without_ray_the_error_names_the_package_to_install(monkeypatch):
     monkeypatch.setattr(ray_cluster.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'arborl\[ray\]'"):
         build(config_of("placement=ray", "placement.engines=1"))
 
 
-def test_evaluate_plays_in_its_own_process_unless_it_is_told_otherwise(tmp_path):
+def test_evaluate_runs_in_its_own_process_by_default(tmp_path):
     from arborl.training_run.measure import MeasureOptions, policies
 
     file = tmp_path / "run.yaml"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from strangers import as_other_user, reached, second_address, why_not
+from other_user import as_other_user, reached, second_address, why_not
 
 from arborl.cluster.placement.ray_cluster import PrivateCluster
 
@@ -41,7 +41,7 @@ for port in sys.argv[1:]:
             print(port, method, "ANSWERED")
         except grpc.RpcError as error:
             print(port, method, error.code().name)
-    body = b'{"entrypoint": "touch /tmp/strangers-job"}'
+    body = b'{"entrypoint": "touch /tmp/other-users-job"}'
     request = urllib.request.Request(f"http://127.0.0.1:{port}/api/job_agent/jobs/", body, method="POST")
     request.add_header("Content-Type", "application/json")
     try:
@@ -122,7 +122,7 @@ def test_another_user_reads_no_token_finds_no_socket_and_runs_nothing(cluster):
     jobs = [code for _, what, code in answers if what == "job"]
     assert "401" in jobs
     assert not any(code.startswith("2") for code in jobs)
-    assert not os.path.exists("/tmp/strangers-job")
+    assert not os.path.exists("/tmp/other-users-job")
 
 
 def test_a_cluster_of_ones_own_has_a_new_token_and_leaves_the_environment_as_it_was(monkeypatch):

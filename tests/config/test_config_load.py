@@ -94,7 +94,7 @@ def test_a_folder_of_data_beside_the_file_is_no_config_group(folder: Path) -> No
     assert (config.data.path, config.env.name) == (Path("data/train.json"), "question")
 
 
-def test_a_file_of_rows_makes_the_environment_ask_them_by_every_door(tmp_path: Path) -> None:
+def test_a_file_of_rows_selects_the_question_environment_from_file_overrides_and_kwargs(tmp_path: Path) -> None:
     file = write(tmp_path / "run.yaml", "data: {path: a.json}\nrewards: [exact]\n")
     assert load(file).env.name == "question"
     assert load(None, ["data.path=a.json", "rewards=[exact]"]).env.name == "question"

@@ -1,4 +1,4 @@
-"""`quick_hpo`: the conversational door's search, with a trial that is a formula."""
+"""`quick_hpo`: the search of the conversational API, with a formula as trial."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ def test_every_default_has_a_rule_and_no_rule_leaves_a_key_without_a_word():
             rule(Draft(source={key: value}, defaults=DEFAULTS), key, value)  # none may break
 
 
-def test_an_unknown_key_is_said_to_be_unknown(tmp_path):
+def test_an_unknown_key_is_reported_as_unknown(tmp_path):
     draft = converted(tmp_path, f"{GRPO} trainer.brand_new=1 data.odd=2 {A}odd=3 {R}odd=4")
     unknown = {line.key for line in draft.dropped if line.why == "unknown key"}
     assert unknown == {"trainer.brand_new", "data.odd", f"{A}odd", f"{R}odd"}

@@ -46,7 +46,7 @@ def test_every_metric_that_a_run_writes_is_explained(name, tmp_path):
     assert [key for key in sorted(written) if not any(pattern.fullmatch(key) for pattern in known)] == []
 
 
-def test_a_name_that_nobody_explains_is_noticed():
+def test_an_undocumented_name_is_detected():
     assert not any(pattern.fullmatch("learner/unheard_of") for pattern in documented())
 
 

@@ -1,4 +1,4 @@
-"""The page for those in trouble quotes what is really said."""
+"""The troubleshooting page quotes existing messages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_quoted_message_is_in_the_source(message):
     assert output(message)
 
 
-def test_a_message_that_nobody_says_is_noticed():
+def test_a_message_that_does_not_exist_is_detected():
     assert not output("…: unknown key, sorry. …")
 
 

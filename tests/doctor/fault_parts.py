@@ -47,7 +47,7 @@ class Broken(Yes):
 
 
 class Forgetful(Yes):
-    """Opens another episode each time it is asked for the same."""
+    """Returns another first observation at every reset with the same seed."""
 
     opened = 0
 
@@ -129,4 +129,4 @@ def few(settings: dict[str, Any]) -> None:
 CONTENT = "(message.content or '')"
 NO_THOUGHTS = "((message.content or '').split('</think>')[-1])"
 AGAIN = "{%- if message.role == 'assistant' %}{{- ' ' }}{%- endif %}\n{{- '<|im_end|>\\n' }}"
-"""A space behind every answer: what was said is never shown as it was."""
+"""Appends a space to every reply, so that later prompts differ from the sampled text."""

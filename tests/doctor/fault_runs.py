@@ -35,10 +35,10 @@ def well(step: int) -> Row:
     }  # fmt: skip
 
 
-def episode(step: int, task: int, member: int, said: Sequence[str] = (), ids: Sequence[int] = ()) -> Episode:
-    """Two turns, told apart by everything."""
+def episode(step: int, task: int, member: int, replies: Sequence[str] = (), ids: Sequence[int] = ()) -> Episode:
+    """An episode of two turns that differs from all others."""
     chance = random.Random(f"{step} {task} {member}")
-    texts = list(said) or [f"Go {chance.choice(['left', 'right', 'up', 'down'])}." for _ in range(2)]
+    texts = list(replies) or [f"Go {chance.choice(['left', 'right', 'up', 'down'])}." for _ in range(2)]
     good = float(chance.random() < 0.5)
     name = f"t-{step}-{task}"
     made = Episode(f"{name}#{member}", Task(name, seed=1000 * step + task, env="lake"), seed=member)

@@ -183,7 +183,7 @@ def looping(step: int, task: int, member: int) -> Any:
 
 
 def same(step: int, task: int, member: int) -> Any:
-    return runs.episode(step, task, member, said=["Go left.", "Go left."])
+    return runs.episode(step, task, member, replies=["Go left.", "Go left."])
 
 
 def silent(step: int, task: int, member: int) -> Any:

@@ -1,4 +1,4 @@
-"""Runs that learn from what was said: transcripts, pairs, labels; demonstrations before and beside reinforcement."""
+"""Runs that learn from given data: transcripts, pairs, labels; demonstrations before and during reinforcement."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_measuring_a_run_does_not_make_its_demonstrations_again():
         ),
     ],
 )
-def test_settings_that_nobody_would_read_or_that_contradict_are_refused(words, says):
+def test_unused_or_contradictory_settings_are_refused(words, says):
     done = invoke("train", "--print", *words)
     assert done.exit_code == 2
     assert says in " ".join(done.output.split())

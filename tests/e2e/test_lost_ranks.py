@@ -105,7 +105,7 @@ def test_ranks_may_be_lost_twice_and_before_the_first_checkpoint(tmp_path, whole
 
 
 @pytest.mark.slow
-def test_what_was_told_in_a_step_that_is_done_again_is_told_again(tmp_path, whole):
+def test_metrics_of_a_repeated_step_are_written_again(tmp_path, whole):
     begin(tmp_path / "run", "trainer.save_every=4", kill=Kill(1, 2))
     assert losses(tmp_path / "run") == {1: (2.0, 3.0)}
 

@@ -67,18 +67,18 @@ def test_a_run_goes_on_when_a_server_dies_and_nothing_is_trained_twice(serve, tm
             assert {call.completion.version for call in one.calls} == {step}
             seen.add((step, one.id))
     assert len(seen) == 3 * 2 * 3
-    assert "default" not in first.asked("tokens")  # after its restart: weights before requests
+    assert "default" not in first.labels_of("tokens")  # after its restart: weights before requests
 
 
 def test_a_chat_server_is_measured(serve):
-    server = serve("chat", name="somebody-elses")
+    server = serve("chat", name="other-model")
     ran = invoke(
         "evaluate", "seedling", "engine=http", f"engine.args.urls=[{server.url}]", "evaluation.tasks=2", SMALL[-2]
     )
     assert ran.exit_code == 0, ran.output
     assert "success" in ran.output
     requested = [json.loads(body) for what, body in server.log if what == "chat"]
-    assert requested[0]["model"] == "somebody-elses"
+    assert requested[0]["model"] == "other-model"
     assert requested[0]["messages"][-1]["role"] == "user"
 
 

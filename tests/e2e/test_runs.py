@@ -1,4 +1,4 @@
-"""Whole runs, small ones, through the front doors."""
+"""Small complete runs through the command line and the Python API."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_a_disk_that_fills_up_in_the_background_ends_the_run_with_one_sentence(t
     assert arborl.run(**settings(tmp_path / "run"), resume="latest").summary["steps"] == 6
 
 
-def test_a_disk_that_is_full_at_the_last_checkpoint_is_told_and_the_run_is_not_finished(tmp_path, monkeypatch):
+def test_a_full_disk_at_the_last_checkpoint_is_reported_and_the_run_is_not_finished(tmp_path, monkeypatch):
     def full(state, path):
         raise OSError(errno.ENOSPC, "No space left on device")
 

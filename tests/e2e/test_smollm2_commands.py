@@ -116,7 +116,7 @@ def test_it_is_served_over_openais_api(place):
         f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     try:
-        answer = asked_until_it_answers(request)
+        answer = retry_until_response(request)
     finally:
         server.send_signal(signal.SIGINT)
         _, output = server.communicate(timeout=60)
@@ -124,7 +124,7 @@ def test_it_is_served_over_openais_api(place):
     assert server.returncode == 0, output
 
 
-def asked_until_it_answers(request: urllib.request.Request) -> dict:
+def retry_until_response(request: urllib.request.Request) -> dict:
     deadline = time.monotonic() + 180
     while True:
         try:

@@ -41,7 +41,7 @@ class FakeServer:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log: list[tuple[str, str]] = []
-        """What it was asked, with the label of its weights then."""
+        """Paths of requests, each with the label of the weights at that time."""
         self.sessions: list[list[int]] = []
         self.gate: threading.Event | None = None
         """While it is there and not set, requests for tokens wait."""
@@ -66,7 +66,7 @@ class FakeServer:
 
     restart = start
 
-    def asked(self, path):
+    def labels_of(self, path):
         return [label for what, label in self.log if what == path]
 
     def app(self):

@@ -120,8 +120,8 @@ for threads in (1, 2, 7, 8, 33, 64, 2, 40):
     torch.set_num_threads(threads)
     for engine in engines:
         asyncio.run(engine.load({}, threads))  # so that nothing of the prompt is known
-        said = asyncio.run(engine.generate([3 + n % 90 for n in range(400)], Sampling(3, seed=7), session="a"))
-        assert said.tokens == first.setdefault("tokens", said.tokens), threads
+        completion = asyncio.run(engine.generate([3 + n % 90 for n in range(400)], Sampling(3, seed=7), session="a"))
+        assert completion.tokens == first.setdefault("tokens", completion.tokens), threads
     print(threads, flush=True)
 """
 
@@ -129,8 +129,8 @@ for threads in (1, 2, 7, 8, 33, 64, 2, 40):
 def test_a_long_prompt_is_read_on_more_threads_than_cores_and_their_number_may_change(tmp_path):
     script = tmp_path / "many_threads.py"
     script.write_text(MANY_THREADS)
-    said, _ = Forked([str(script)]).communicate(timeout=120)  # a process that can be killed where it hangs
-    assert said.split()[-8:] == ["1", "2", "7", "8", "33", "64", "2", "40"], said
+    output, _ = Forked([str(script)]).communicate(timeout=120)  # a process that can be killed where it hangs
+    assert output.split()[-8:] == ["1", "2", "7", "8", "33", "64", "2", "40"], output
 
 
 def test_where_the_system_starts_no_more_threads_fewer_read_the_prompt(seedling, monkeypatch):

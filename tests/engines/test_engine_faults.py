@@ -136,7 +136,7 @@ def test_a_step_that_breaks_fails_all_each_with_an_error_of_its_own_and_the_next
     assert ask(engine, ([1, 2], Sampling(5, seed=3)))[0].tokens == expected.tokens
 
 
-async def test_closing_ends_whoever_waits_and_refuses_whoever_comes(qwen3):
+async def test_closing_ends_waiting_requests_and_refuses_new_ones(qwen3):
     engine = LocalEngine(qwen3, max_context=64, max_requests=1, kv_tokens=64)
     tasks = [asyncio.create_task(engine.generate([i + 1], Sampling(50), session="")) for i in range(3)]
     await asyncio.sleep(0.01)
@@ -147,7 +147,7 @@ async def test_closing_ends_whoever_waits_and_refuses_whoever_comes(qwen3):
     assert_nothing_leaks(engine)
 
 
-async def test_a_worker_that_is_cancelled_leaves_nobody_waiting_and_is_replaced(qwen3):
+async def test_cancellation_of_the_worker_ends_all_requests_and_starts_another_worker(qwen3):
     engine = LocalEngine(qwen3, max_context=64, max_requests=2, kv_tokens=128)
     task = asyncio.create_task(engine.generate([1], Sampling(50), session=""))
     await asyncio.sleep(0.01)
@@ -169,7 +169,7 @@ def test_an_engine_goes_on_in_a_second_event_loop_whatever_the_first_left_behind
 
     begun: list[asyncio.Task] = []
     loop.run_until_complete(begin())
-    loop.close()  # with its tasks half-way: nobody cancelled them
+    loop.close()  # while its tasks are pending, without cancellation
     (done,) = ask(engine, ([1, 2], Sampling(4, seed=1)))
     assert len(done.tokens) == 4
     assert_nothing_leaks(engine)
@@ -218,7 +218,7 @@ def same(done, expected) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_under_cancels_deadlines_faults_and_loads_survivors_say_what_they_would_have_said(qwen3, seed, monkeypatch):
+def test_cancellations_deadlines_faults_and_loads_do_not_change_the_tokens_of_other_requests(qwen3, seed, monkeypatch):
     """Every other seed with steps that are launched ahead, and a model that makes NaN of a token."""
     monkeypatch.setattr("arborl.engines.local.scheduler.HEADROOM", 0)
     chance = np.random.default_rng(seed)

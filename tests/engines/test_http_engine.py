@@ -60,8 +60,8 @@ def moved(seedling, by=0.05):
 
 
 async def ask(engine, count=1, session="a", tokens=4, **more):
-    asked = (engine.generate([1, 2, i + 1], Sampling(tokens, seed=i, **more), session=session) for i in range(count))
-    return await asyncio.gather(*asked)
+    requests = (engine.generate([1, 2, i + 1], Sampling(tokens, seed=i, **more), session=session) for i in range(count))
+    return await asyncio.gather(*requests)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -73,7 +73,7 @@ async def test_after_an_update_a_server_says_what_the_learner_says(seedling, ser
     await engine.close()
     assert engine.gap < 1e-4
     assert done.version == 3
-    assert set(server.asked("tokens")) == {f"{engine.run}:0", f"{engine.run}:3"}
+    assert set(server.labels_of("tokens")) == {f"{engine.run}:0", f"{engine.run}:3"}
 
 
 async def test_a_version_may_be_given_again(seedling, serve):
@@ -145,8 +145,8 @@ async def test_a_server_that_comes_back_gets_the_newest_weights_before_its_first
     assert {one.version for one in [one for some in done for one in some]} == {5}
     assert first.log[0] != ("tokens", "default")
     assert [what for what, _ in first.log].index("update") < [what for what, _ in first.log].index("tokens")
-    assert "default" not in first.asked("tokens")
-    assert len(first.asked("tokens")) > 1
+    assert "default" not in first.labels_of("tokens")
+    assert len(first.labels_of("tokens")) > 1
 
 
 async def test_a_server_that_came_back_gets_its_share_of_episodes_that_are_named_as_earlier_ones(seedling, serve):
@@ -184,7 +184,7 @@ async def test_a_server_that_comes_back_as_another_is_not_taken_back(seedling, s
     assert first.label == "default"
 
 
-async def test_a_server_comes_back_though_nobody_asks_for_anything(seedling, serve):
+async def test_a_restarted_server_is_used_again_without_a_request(seedling, serve):
     first, second = serve(), serve()
     engine = connected(seedling, first, second)
     await ask(engine, 4, session="a")
@@ -206,24 +206,24 @@ async def test_what_a_server_samples_that_was_restarted_unseen_does_not_count(se
     await engine.load(model.state_dict(), 2)
     (before,) = await ask(engine)
     server.kill()
-    server.restart()  # between two requests: nobody was refused
+    server.restart()  # between two requests: no request was refused
     (after,) = await ask(engine)
     await engine.close()
     assert before.tokens == after.tokens
     assert after.version == 2
-    assert server.asked("tokens")[-1] == f"{engine.run}:2"
+    assert server.labels_of("tokens")[-1] == f"{engine.run}:2"
 
 
-async def test_a_server_that_is_overloaded_is_asked_again(seedling, serve):
+async def test_a_request_to_an_overloaded_server_is_retried(seedling, serve):
     """It still has its weights, and is not given them again."""
     server = serve()
     engine = connected(seedling, server)
-    updates = len(server.asked("update"))
+    updates = len(server.labels_of("update"))
     server.fails = 2
     done = await ask(engine)
     await engine.close()
     assert len(done[0].tokens) == 4
-    assert len(server.asked("update")) == updates
+    assert len(server.labels_of("update")) == updates
 
 
 def test_where_no_server_answers_the_request_fails_and_says_why(seedling, serve):
@@ -244,7 +244,7 @@ async def test_a_deadline_and_a_stop_text_end_a_completion_early(seedling, serve
     assert (cut.tokens, cut.finish) == (free.tokens[:2], FinishReason.STOP)
 
 
-async def test_whoever_goes_leaves_nothing_behind(seedling, serve):
+async def test_a_cancelled_request_frees_its_slot(seedling, serve):
     server = serve()
     engine = connected(seedling, server)
     server.gate = threading.Event()
@@ -264,7 +264,7 @@ async def test_whoever_goes_leaves_nothing_behind(seedling, serve):
 # ------------------------------------------------------------------------------------------------ who is refused
 
 
-def test_a_port_where_nobody_listens_is_refused_before_anything_starts(seedling):
+def test_a_port_without_a_server_is_refused_at_construction(seedling):
     with pytest.raises(EngineError, match=r"http://127.0.0.1:9: no server there \(connection refused\)"):
         HttpEngine(seedling[0], ["http://127.0.0.1:9"])
 
@@ -275,7 +275,7 @@ def test_a_server_that_takes_no_weights_is_refused_for_training_and_measured_all
         connected(seedling, server)
     engine = connected(seedling, server, training=False)
     assert len(asyncio.run(ask(engine))[0].tokens) == 4
-    assert server.asked("update") == []
+    assert server.labels_of("update") == []
 
 
 def test_a_server_that_only_chats_is_refused_for_training_with_the_reason(seedling, serve):

@@ -134,8 +134,8 @@ PREEMPTED = ("llama", "qwen3", "gemma")
 
 
 @pytest.mark.parametrize("family", [*PREEMPTED, *slow_cases(*(name for name in FAMILIES if name not in PREEMPTED))])
-def test_requests_put_back_for_want_of_room_go_on_with_the_same_tokens(family, monkeypatch):
-    monkeypatch.setattr("arborl.engines.local.scheduler.HEADROOM", 0)  # let them in as soon as they fit: room runs out
+def test_preempted_requests_continue_with_the_same_tokens(family, monkeypatch):
+    monkeypatch.setattr("arborl.engines.local.scheduler.HEADROOM", 0)  # admit as soon as they fit: blocks run out
     torch.manual_seed(3)
     model = FAMILIES[family]().eval()
     prompts = random_prompts([3, 40, 25, 31, 12, 30], 99)
@@ -290,7 +290,7 @@ def test_a_stop_text_ends_the_completion_as_soon_as_it_is_written(seedling):
 def test_a_deadline_ends_a_request_with_what_has_been_sampled(qwen3):
     engine = LocalEngine(qwen3, max_context=250, max_requests=4, kv_tokens=1000)
     launch = engine.runner.launch
-    engine.runner.launch = lambda step: (time.sleep(0.002), launch(step))[1]  # else all is said in less
+    engine.runner.launch = lambda step: (time.sleep(0.002), launch(step))[1]  # else sampling ends before the deadline
     late, free = generate(engine, [[1, 2], [3]], [Sampling(200, 0.0, seconds=0.1), Sampling(200, 0.0)])
     assert late.finish is FinishReason.ABORT
     assert 0 < len(late.tokens) < 200
@@ -354,7 +354,7 @@ def test_uniform_numbers_are_uniform_over_seeds_and_over_positions():
         assert np.corrcoef(numbers[:-1], numbers[1:])[0, 1] == pytest.approx(0, abs=0.02)
 
 
-def test_adapters_are_sampled_through_and_change_what_is_said():
+def test_adapters_are_applied_in_sampling_and_change_the_tokens():
     pytest.importorskip("peft")
     from arborl.config.run_config import LoraConfig
     from arborl.models.lora import add_lora
@@ -382,5 +382,5 @@ def test_pages_take_no_memory_before_they_are_written(tiny_llama):
     engine = LocalEngine(tiny_llama, max_context=256, kv_tokens=2_000_000)
     assert engine.runner.cache.keys.nbytes + engine.runner.cache.values.nbytes > 5e8
     assert resident() - before < 3e8
-    said = asyncio.run(engine.generate([1, 2, 3], Sampling(4), session="one"))
-    assert len(said.tokens) == 4
+    completion = asyncio.run(engine.generate([1, 2, 3], Sampling(4), session="one"))
+    assert len(completion.tokens) == 4

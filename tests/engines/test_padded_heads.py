@@ -1,4 +1,4 @@
-"""A model with larger heads says what it said before, and goes on doing so when it is trained."""
+"""A model with padded heads has the same outputs, also after training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def loss_of(model):
     return read(model, ids).log_softmax(-1)[:-1].gather(-1, ids[1:, None]).mean()
 
 
-def test_a_model_with_larger_heads_says_what_it_said_before(seedling, padded):
+def test_a_model_with_padded_heads_has_the_same_outputs(seedling, padded):
     model, _ = seedling
     ids = torch.arange(1, 400) % 2000
     assert padded.config.head_dim == 64

@@ -53,7 +53,7 @@ def test_a_copy_replaces_the_page_it_outgrows_and_no_other():
     assert pages.match_prefix(ids(1, 2, 7, 8)).blocks[0].id == other
 
 
-def test_a_page_nobody_writes_to_is_taken_over_where_it_ends():
+def test_a_partial_block_without_a_writer_is_reused():
     pages = BlockPool(10, 4)
     first = read(pages, ids(1, 2, 3, 4, 5, 6))
     kept = list(first.blocks)
@@ -124,7 +124,7 @@ def test_every_page_is_free_or_findable_or_held_and_contents_are_what_they_say(s
         if kind:
             pages.publish(path, row)
         live.append((path, row))
-        for other, own in live:  # nobody's sequence was written over
+        for other, own in live:  # no sequence was overwritten
             assert [written[other.blocks[i // size].id][i % size] for i in range(len(own))] == own.tolist()
     held = {node.id for path, _ in live for node in path.blocks}
     assert pages.num_used == len(held)

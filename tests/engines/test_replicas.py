@@ -1,4 +1,4 @@
-"""What the loss of one of several places costs, and that it is told."""
+"""The time lost with a replica is measured and logged."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def test_time_is_lost_from_when_a_replica_was_last_heard_and_not_from_when_it_is
 
     async def work(replica):
         if replica.name in dead:
-            await asyncio.sleep(SILENT)  # its node is cut off: nobody says that it is gone
+            await asyncio.sleep(SILENT)  # its node is disconnected without an error
             raise ReplicaUnavailable(f"{replica.name} is gone")
         return replica.name
 
     async def run():
         routes = ReplicaPool(places, revive, 5.0)
-        said = await routes.ask("one", work)
+        answer = await routes.ask("one", work)
         while len(routes.up) < 2:
             await asyncio.sleep(0.01)
-        return said, routes.metrics()
+        return answer, routes.metrics()
 
     with caplog.at_level(logging.WARNING):
-        said, counts = asyncio.run(run())
-    assert said == "b"
+        answer, counts = asyncio.run(run())
+    assert answer == "b"
     assert counts["engine/lost"] == counts["engine/retried"] == 1
     assert counts["engine/seconds_lost"] >= SILENT
-    told = next(record.getMessage() for record in caplog.records if "answers again after" in record.getMessage())
-    assert float(told.split()[-2]) == pytest.approx(counts["engine/seconds_lost"], abs=0.06)
+    message = next(record.getMessage() for record in caplog.records if "answers again after" in record.getMessage())
+    assert float(message.split()[-2]) == pytest.approx(counts["engine/seconds_lost"], abs=0.06)

@@ -137,7 +137,7 @@ class FakeMemory:
 
 
 @pytest.mark.parametrize("update", ["continue", "finish", "restart"])
-def test_an_engine_that_lends_its_memory_while_it_is_held_says_what_it_would_have_said(tiny_llama, update):
+def test_lending_memory_while_paused_does_not_change_the_sampled_tokens(tiny_llama, update):
     _, *expected = run(tiny_llama, update)
     engine = LocalEngine(copy.deepcopy(tiny_llama), max_context=64, kv_tokens=512, update=update, compiled=False)
     memory = engine.runner.cache.memory = FakeMemory(engine.runner.cache)

@@ -37,10 +37,10 @@ def learn(model, by, only=""):
 
 async def gap(engine, model, sampling, count=16):
     """The largest difference of one token's log-probability, over completions of many requests at once."""
-    asked = [engine.generate(PROBE_PROMPT, Sampling(32, seed=i, **sampling), session=str(i)) for i in range(count)]
+    requests = [engine.generate(PROBE_PROMPT, Sampling(32, seed=i, **sampling), session=str(i)) for i in range(count)]
     probe = WeightProbe(model, Sampling(**sampling), "float32")
     found = 0.0
-    for done in await asyncio.gather(*asked):
+    for done in await asyncio.gather(*requests):
         expected = probe.expected(done.tokens, model.state_dict())
         found = max(found, *(abs(a - b) for a, b in zip(done.logprobs, expected, strict=True)))
     return found
@@ -109,9 +109,9 @@ def test_an_update_under_way_neither_loses_nor_repeats_a_token(plain):
     for done in asyncio.run(run()):
         assert len(done.tokens) == LONG
         assert (done.oldest, done.version) == (0, 1)
-        said = torch.tensor(done.logprobs)
-        by_old = (said - torch.tensor(old.expected(done.tokens, start.state_dict()))).abs() < 1e-3
-        by_new = (said - torch.tensor(new.expected(done.tokens, model.state_dict()))).abs() < 1e-3
+        logprobs = torch.tensor(done.logprobs)
+        by_old = (logprobs - torch.tensor(old.expected(done.tokens, start.state_dict()))).abs() < 1e-3
+        by_new = (logprobs - torch.tensor(new.expected(done.tokens, model.state_dict()))).abs() < 1e-3
         turn = done.versions.count(0)  # as many tokens are from the old weights
         assert done.versions == (0,) * turn + (1,) * (LONG - turn)
         assert by_old[:turn].all()

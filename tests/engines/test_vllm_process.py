@@ -64,8 +64,8 @@ STAND_IN = {
                 scores = [{5: Thing(logprob=-0.5)} for _ in tokens]
                 why = "abort" if name in self.aborted else "length"
                 spans = [Thing(version=self.version, start=0, end=len(tokens))]
-                said = Thing(token_ids=tokens, logprobs=scores, finish_reason=why, weight_versions=spans)
-                yield Thing(outputs=[said], finished=True)
+                output = Thing(token_ids=tokens, logprobs=scores, finish_reason=why, weight_versions=spans)
+                yield Thing(outputs=[output], finished=True)
 
             async def abort(self, name):
                 self.aborted.add(name)
@@ -107,7 +107,7 @@ def engine(seedling):
 
 
 def labelled(engine):
-    """As after an update that nobody has looked at."""
+    """Loads weights and their label without the check of an update."""
     return engine.process.call("load", 5, version=f"{engine.run}:0")
 
 
@@ -121,7 +121,7 @@ def test_what_was_sampled_from_weights_that_are_not_ours_is_refused(engine):
         asyncio.run(engine.generate([1], Sampling(3), session="a"))
 
 
-def test_whoever_waits_when_the_process_dies_is_told_and_so_is_the_next(engine):
+def test_waiting_and_later_requests_fail_when_the_process_dies(engine):
     async def run():
         await labelled(engine)
         waiting = asyncio.create_task(engine.generate([1], Sampling(100), session="a"))
@@ -136,7 +136,7 @@ def test_whoever_waits_when_the_process_dies_is_told_and_so_is_the_next(engine):
         assert "out of everything" in str(error)
 
 
-def test_whoever_goes_ends_only_its_own_request(engine):
+def test_cancellation_ends_only_its_own_request(engine):
     async def run():
         await labelled(engine)
         long = [asyncio.create_task(engine.generate([1], Sampling(100), session=str(i))) for i in range(2)]

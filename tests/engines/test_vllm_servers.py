@@ -86,7 +86,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def servers(vllm_python, folder):
-    """One that says of every token which weights sampled it, and one that must be asked. Every test leaves them
+    """One server that reports the weight version of every token, and one that must be queried. Every test leaves them
     running: they take a minute to start."""
     made = [
         VllmServer(vllm_python, folder, folder.parent / "first.log", "--enable-scale-out"),
@@ -107,8 +107,10 @@ async def test_a_server_that_is_killed_and_started_again_samples_from_the_newest
     probe, found = WeightProbe(model, Sampling(), "float32"), []
 
     async def ask(count):
-        asked = (engine.generate(PROBE_PROMPT, Sampling(16, seed=i), session=f"{len(found)}-{i}") for i in range(count))
-        for done in await asyncio.gather(*asked):
+        requests = (
+            engine.generate(PROBE_PROMPT, Sampling(16, seed=i), session=f"{len(found)}-{i}") for i in range(count)
+        )
+        for done in await asyncio.gather(*requests):
             expected = probe.expected(done.tokens, model.state_dict())
             found.append((done.version, max(abs(a - b) for a, b in zip(done.logprobs, expected, strict=True))))
 
@@ -186,15 +188,15 @@ def test_a_run_goes_on_when_a_server_is_killed_and_the_restarted_one_samples_fro
         gaps += [gap_of(learner, call) for one in of_first if version > 3 for call in one.calls]
     assert max(gaps) < 1e-3
 
-    said = first.log.read_bytes()[heard:].decode(errors="replace")  # since it was started again
-    asked = [path for path, code in re.findall(r'"POST (\S+?)(?:\?\S*)? HTTP/1.1" (\d+)', said) if code == "200"]
-    assert asked.index("/update_weight_version") < asked.index("/inference/v1/generate")
-    assert asked.count("/inference/v1/generate") > len(gaps)  # and probes
+    log_text = first.log.read_bytes()[heard:].decode(errors="replace")  # since it was started again
+    paths = [path for path, code in re.findall(r'"POST (\S+?)(?:\?\S*)? HTTP/1.1" (\d+)', log_text) if code == "200"]
+    assert paths.index("/update_weight_version") < paths.index("/inference/v1/generate")
+    assert paths.count("/inference/v1/generate") > len(gaps)  # and probes
 
 
 @torch.no_grad()
 def gap_of(model, call):
-    """The largest difference between what the engine said of a call's tokens and what the library's model says."""
+    """The largest difference between the engine's log-probabilities of a call and those of the library's model."""
     begin, scores = len(call.prompt), model(torch.tensor([list(call.whole)])).logits[0].log_softmax(-1)
-    said = zip(call.completion.tokens, call.completion.logprobs, strict=True)
-    return max(abs(float(scores[begin - 1 + i, token]) - logprob) for i, (token, logprob) in enumerate(said))
+    tokens = zip(call.completion.tokens, call.completion.logprobs, strict=True)
+    return max(abs(float(scores[begin - 1 + i, token]) - logprob) for i, (token, logprob) in enumerate(tokens))

@@ -58,8 +58,8 @@ def test_what_a_killed_run_left_goes_when_the_next_begins_and_a_living_one_keeps
 
 
 def test_folders_that_are_not_known_to_be_dead_are_left_alone(tmp_path):
-    stranger = tmp_path / "arborl-weights-of-an-older-version"
-    stranger.mkdir()
+    unknown = tmp_path / "arborl-weights-of-an-older-version"
+    unknown.mkdir()
     other = tmp_path / "weights"
     other.mkdir()
     (other / LOCK_NAME).touch()
@@ -69,7 +69,7 @@ def test_folders_that_are_not_known_to_be_dead_are_left_alone(tmp_path):
     link = tmp_path / "arborl-weights-link"
     link.symlink_to(other)
     WeightFiles(None, tmp_path).close()  # type: ignore[arg-type]
-    assert sorted(tmp_path.iterdir()) == sorted([stranger, other, elsewhere, link])
+    assert sorted(tmp_path.iterdir()) == sorted([unknown, other, elsewhere, link])
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make another user's folder")

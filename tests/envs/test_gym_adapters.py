@@ -176,7 +176,7 @@ def test_walking_along_the_cliff_is_worth_more_than_silence():
         assert sum(step.reward for step in silent) <= -30.0
 
 
-def test_what_counts_as_success_can_be_said_and_is_not_claimed_where_nobody_knows():
+def test_success_can_be_defined_and_is_not_reported_when_undefined():
     path = [f"<answer>{move}</answer>" for move in "0" + "1" * 11 + "2"]
 
     def metrics(*texts, **arguments):
@@ -210,7 +210,7 @@ def test_spaces_without_words_are_refused_with_what_to_give():
     assert check_env(lambda: cart, Task("t", seed=3)) == []
 
 
-def test_observations_are_said_in_words():
+def test_observations_are_rendered_as_text():
     space = spaces.Dict({"row": spaces.Discrete(4), "seen": spaces.Tuple((spaces.Text(3), spaces.MultiBinary(2)))})
     assert is_textual_space(space)
     assert not is_textual_space(spaces.Dict({"x": spaces.Box(0, 1)}))

@@ -74,7 +74,7 @@ def test_every_observation_is_shown_through_the_template():
     assert one.observation.state_key == plain[1].content  # a state is the same whatever is written around it
 
 
-def test_the_environments_own_limit_is_told_where_it_is_the_smaller():
+def test_actions_left_is_the_smaller_of_the_environments_limit_and_the_runs():
     shown = PromptConfig(observation="{actions_left} {observation}")
     for env, left in ((FrozenLake(max_steps=4), 4), (Conversation(max_turns=3), 3), (Guess(), 9)):
         (*_, user) = opening(wrap_with_prompt(env, shown, None, PromptLimits(9, 8)))
@@ -138,13 +138,13 @@ def test_the_pattern_finds_the_action_and_what_does_not_match_is_invalid_and_cou
         (BRACKETS, "seven", ""),
     ],
 )
-def test_an_environment_of_ones_own_is_told_the_bare_action(pattern, reply, heard):
+def test_a_custom_environment_gets_the_extracted_action(pattern, reply, heard):
     inner = Guess()
     steps(wrap_with_prompt(inner, PromptConfig(action_pattern=pattern)), reply)
     assert inner.heard == [heard]
 
 
-def test_gymnasium_is_told_the_action_in_the_tags_that_it_reads():
+def test_gymnasium_gets_the_action_in_answer_tags():
     env = wrap_with_prompt(
         from_gymnasium("CliffWalking-v1", names=("U", "R", "D", "L")), PromptConfig(action_pattern=BRACKETS)
     )
@@ -250,7 +250,7 @@ def cast_of(tmp_path, rows, **settings):
     return workshop.cast(), workshop.source(Renderer.from_folder(SEEDLING_DIR))[0]
 
 
-def test_rows_are_asked_with_the_run_agents_system_prompt_whatever_agent_they_name(tmp_path):
+def test_rows_get_the_system_prompt_of_the_runs_agent_whatever_agent_they_name(tmp_path):
     rows = [{"question": f"{n}?", "answer": n, "agent_name": ("chat", "react", "mine")[n % 3]} for n in range(30)]
     agents = {"mine": {"name": "chat", "system": "Mine."}}
     cast, source = cast_of(tmp_path, rows, agent={"name": "tool", "system": "Run's."}, **{"data.agents": agents})

@@ -77,7 +77,7 @@ def test_a_locked_door_wants_its_key_and_only_a_door_that_is_there_can_be_unlock
     assert asyncio.run(try_all()) > 0
 
 
-def test_only_the_treasure_pays_unless_keys_and_steps_are_said_to():
+def test_only_the_treasure_has_a_reward_unless_settings_reward_keys_and_steps():
     env, _ = play([])
     way = shortest_solution(env.map, RoomsState())
     env, steps = play(way)

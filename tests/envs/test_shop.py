@@ -194,7 +194,7 @@ def test_searching_is_for_the_search_page_alone_and_actions_may_stand_in_words_o
     assert env.actions() == ["click[Back to Search]"]
 
 
-def test_a_purchase_that_is_not_what_was_asked_for_is_no_success():
+def test_a_purchase_of_another_product_is_no_success():
     env = Shop()
     asyncio.run(env.reset(Task("t", seed=2), 0))
     wrong = next(product for product in env.catalogue.products if type_score(env.current_goal.product, product) == 0.0)

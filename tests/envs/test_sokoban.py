@@ -195,7 +195,7 @@ def test_a_level_that_cannot_be_played_is_refused_with_its_place(text, says, tmp
         read_levels(str(tmp_path / "none.txt"))
 
 
-def test_too_many_boxes_for_the_room_are_an_error_and_not_a_hang():
+def test_too_many_boxes_for_the_level_size_raise_an_error():
     with pytest.raises(ValueError, match="no level of split 'train'"):
         draw_level(0, "train", 5, 6, 0.1, 5, 12)
 
@@ -209,7 +209,7 @@ def test_large_levels_with_two_boxes_are_solved_too(seed):
 
 @given(seeds, st.lists(st.sampled_from(list(MOVES)), max_size=30))
 @settings(max_examples=40)
-def test_nothing_is_made_or_lost_and_nobody_stands_in_a_wall(seed, moves):
+def test_moves_keep_the_number_of_boxes_and_never_enter_a_wall(seed, moves):
     level, state = draw_level(seed, "train", 8, 2, 0.15, 8, 60)
     after = played(level, state, moves)
     assert len(after.boxes) == 2

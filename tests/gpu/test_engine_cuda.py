@@ -87,7 +87,7 @@ def test_conversations_out_of_step_get_the_tokens_of_transformers(family):
     model = make(family)
     engine = LocalEngine(model, max_context=250, max_requests=12, kv_tokens=8000, block_size=16)
     engine.runner.buckets = [b for b in engine.runner.buckets if b <= 96]
-    told: list[tuple[list[int], int, list[int]]] = []
+    completions: list[tuple[list[int], int, list[int]]] = []
 
     async def converse(number: int) -> None:
         own = np.random.default_rng(number)
@@ -95,7 +95,7 @@ def test_conversations_out_of_step_get_the_tokens_of_transformers(family):
         for _ in range(3):
             count = int(own.integers(1, 25))
             done = await engine.generate(context, Sampling(count, 0.0), session=str(number))
-            told.append((list(context), count, list(done.tokens)))
+            completions.append((list(context), count, list(done.tokens)))
             context += [*done.tokens, *own.integers(0, 99, int(own.integers(0, 20))).tolist()]
             await asyncio.sleep(0.001 * number)
 
@@ -104,7 +104,7 @@ def test_conversations_out_of_step_get_the_tokens_of_transformers(family):
 
     asyncio.run(everyone())
     assert not engine.runner.is_broken
-    for context, count, tokens in told[::4]:
+    for context, count, tokens in completions[::4]:
         assert [tokens] == by_transformers(model, [context], count)
 
 

@@ -27,7 +27,7 @@ def pool(rows: int, longest: int, key_heads: int, page: int, size: int, dtype):
 
 
 def sharing(table: torch.Tensor, length: torch.Tensor, members: int, page: int):
-    """Which rows share their first pages, as the kernel is told."""
+    """Which rows share their first blocks, as an argument of the kernel."""
     from arborl.engines.local import engine_kernels
     from arborl.engines.local.shared_prefix import group_by_prefix, max_groups
 

@@ -72,19 +72,19 @@ def test_another_activation_than_the_kernels_own_is_left_to_torch(device):
 @pytest.mark.parametrize("vocabulary", [50, 9000])
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("heats", [(0.7,), (0.5, 1.0, 2.0, 1.0, 0.3)], ids=str)
-def test_what_is_said_about_terms_at_any_temperature(device, dtype, vocabulary, entropy, heats):
+def test_logprob_and_entropy_of_terms_at_any_temperature(device, dtype, vocabulary, entropy, heats):
     torch.manual_seed(0)
     hidden, weight = torch.randn(5, 8, device=device).to(dtype), torch.randn(vocabulary, 8, device=device).to(dtype)
     token = torch.randint(0, vocabulary, (5,), device=device)
     shape = DistributionParams.of([Sampling(temperature=heat) for heat in heats], device)
 
     def fused(x, w):
-        said, spread = fused_head(lambda h: h @ w.T, x, token, shape, entropy)
-        return (said, spread) if entropy else said
+        logprob, spread = fused_head(lambda h: h @ w.T, x, token, shape, entropy)
+        return (logprob, spread) if entropy else logprob
 
     def plain(x, w):
-        said, spread = _unfused_head(lambda h: h @ w.T, None, x, token, shape, entropy)
-        return (said, spread) if entropy else said
+        logprob, spread = _unfused_head(lambda h: h @ w.T, None, x, token, shape, entropy)
+        return (logprob, spread) if entropy else logprob
 
     both(fused, plain, [hidden, weight], dtype)
 
@@ -92,8 +92,8 @@ def test_what_is_said_about_terms_at_any_temperature(device, dtype, vocabulary, 
 def test_logits_far_apart_and_tokens_that_are_impossible(device):
     logit = torch.tensor([[1e4, -1e4, 0.0], [float("-inf"), 0.0, 0.0]], device=device)
     token, shape = torch.tensor([1, 2], device=device), DistributionParams.of([Sampling()], device)
-    said, spread = fused_head(lambda x: x, logit, token, shape, True)
-    torch.testing.assert_close(said.cpu(), torch.tensor([-2e4, -0.6931472]))
+    logprob, spread = fused_head(lambda x: x, logit, token, shape, True)
+    torch.testing.assert_close(logprob.cpu(), torch.tensor([-2e4, -0.6931472]))
     torch.testing.assert_close(spread.cpu(), torch.tensor([0.0, 0.6931472]))
 
 

@@ -38,12 +38,12 @@ class Simple:
     def count(self, terms):
         return float(len(terms))
 
-    def loss(self, said, terms):
-        loss_M = -said.logprob_M * terms.advantage_M
+    def loss(self, outputs, terms):
+        loss_M = -outputs.logprob_M * terms.advantage_M
         if terms.reference_M is not None:
-            loss_M = loss_M + 0.1 * (said.logprob_M - terms.reference_M).square()
-        if said.value_M is not None:
-            loss_M = loss_M + (said.value_M - terms.target_M).square()
+            loss_M = loss_M + 0.1 * (outputs.logprob_M - terms.reference_M).square()
+        if outputs.value_M is not None:
+            loss_M = loss_M + (outputs.value_M - terms.target_M).square()
         return loss_M, {}
 
 
@@ -110,7 +110,7 @@ def test_every_way_agrees_with_the_dense_one(model, caplog, way):
     assert path_error(model, way) is None
 
 
-def test_on_a_gpu_trees_and_layers_go_the_best_way_without_being_asked(half):
+def test_on_a_gpu_the_fastest_execution_path_is_the_default(half):
     learner = Learner(copy.deepcopy(half), LearnerConfig(), Sampling())
     forest = forest_of(0)
     assert learner.path_selector(

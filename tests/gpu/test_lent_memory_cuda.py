@@ -60,14 +60,14 @@ def test_graphs_recorded_before_sample_the_same_afterwards():
     model.set_attn_implementation(ATTENTION_NAME)
     engine = LocalEngine(model, max_context=128, max_requests=8, kv_tokens=2000, sleep_mode=True)
 
-    async def asked():
+    async def generate_all():
         prompts = [list(range(3 + i, 30 + 2 * i)) for i in range(6)]
         return await asyncio.gather(
             *(engine.generate(p, Sampling(20, seed=i), session=str(i)) for i, p in enumerate(prompts))
         )
 
     async def twice():
-        first = await asked()
+        first = await generate_all()
         graphs = len(engine.runner.graphs)
         await engine.pause()
         await engine.sleep()
@@ -75,7 +75,7 @@ def test_graphs_recorded_before_sample_the_same_afterwards():
         await engine.load({}, 1)
         engine.resume()
         del other
-        second = await asked()
+        second = await generate_all()
         assert graphs
         assert len(engine.runner.graphs) == graphs
         return first, second

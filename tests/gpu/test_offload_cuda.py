@@ -31,7 +31,7 @@ def model():
 
 
 def trained(model, mode: str, seed: int, folder=None) -> tuple[Learner, int]:
-    """After four steps of random gradients, and what the device holds then; by way of a file, if so asked."""
+    """A learner after four steps of random gradients and its device memory; through a file if `folder` is given."""
 
     def fresh() -> Learner:
         config = LearnerConfig(lr=1e-3, decay="none", weight_decay=0.1, max_grad_norm=1e9, offload=mode)

@@ -17,7 +17,7 @@ from arborl.types import Sampling
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def test_tensors_may_change_as_soon_as_the_device_is_told_to_wait():
+def test_tensors_may_change_as_soon_as_the_device_waits_for_the_copy():
     tree = {f"t{n}": torch.full((2**24,), float(n), device="cuda") for n in range(16)}
     copies = HostCopier(torch.device("cuda"))
     for turn in range(3):

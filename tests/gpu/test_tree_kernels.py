@@ -131,7 +131,7 @@ def test_scores_so_large_that_their_exponentials_overflow(device):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
 
 
-def test_torch_may_trust_what_it_is_told_about_the_operations(device):
+def test_the_operations_pass_torchs_opcheck(device):
     batch = bush(4, trees=1, branches=2, stem=9, twig=9)
     q, k, v = (x.detach().requires_grad_() for x in heads(batch, device, (2, 1, 16), torch.float32, False))
     attend = TritonTreeAttention(batch, device)
@@ -150,8 +150,8 @@ def test_a_model_is_trained_through_them_as_through_squares(device, tiny_llama, 
     assert PathSelector(attention="kernel")(model, batch).attention == "kernel"
     found = []
     for way in (ExecutionPath("kernel"), ExecutionPath("kernel", recompute=True), DENSE):
-        said = compute_outputs(model, batch, Sampling(), way).logprob_M
-        found.append([said.detach(), *torch.autograd.grad(said.sum(), list(model.parameters()))])
+        logprob = compute_outputs(model, batch, Sampling(), way).logprob_M
+        found.append([logprob.detach(), *torch.autograd.grad(logprob.sum(), list(model.parameters()))])
     for ours, again, dense in zip(*found, strict=True):
         torch.testing.assert_close(ours, dense, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(again, dense, rtol=1e-4, atol=1e-4)

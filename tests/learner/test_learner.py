@@ -205,20 +205,20 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_untouched(model):
     assert_untouched(model, before)
 
 
-class Small(DenseAttention):
-    """A GPU with room for so many tokens."""
+class LimitedMemoryAttention(DenseAttention):
+    """Runs out of memory above `max_tokens` tokens."""
 
-    room = 40
+    max_tokens = 40
 
     def __init__(self, batch, device):
-        if len(batch) > self.room:
+        if len(batch) > self.max_tokens:
             raise torch.cuda.OutOfMemoryError(f"CUDA out of memory. {len(batch)} tokens")
         super().__init__(batch, device)
 
 
 @pytest.fixture
 def little_memory(monkeypatch):
-    monkeypatch.setitem(ATTENTION_BACKENDS, "dense", AttentionBackend(Small))
+    monkeypatch.setitem(ATTENTION_BACKENDS, "dense", AttentionBackend(LimitedMemoryAttention))
 
 
 @pytest.mark.parametrize("kind", ["clip", "sequence", "value"])
@@ -226,9 +226,9 @@ def test_out_of_memory_halves_the_micro_batch_and_gives_the_same_gradients(model
     groups, algorithm = random_groups(0, groups=5), Fake(kind)
     learner = Learner(model, LearnerConfig(attention="dense"), SAMPLING, algorithm.needs)
     ample = gradients(learner, groups, algorithm)
-    monkeypatch.setitem(ATTENTION_BACKENDS, "dense", AttentionBackend(Small))
+    monkeypatch.setitem(ATTENTION_BACKENDS, "dense", AttentionBackend(LimitedMemoryAttention))
     assert_same(gradients(learner, groups, algorithm), ample)
-    assert learner.micro_batcher.budget <= Small.room
+    assert learner.micro_batcher.budget <= LimitedMemoryAttention.max_tokens
     assert f"learner.micro_batch_tokens={learner.micro_batcher.budget}" in caplog.text
     caplog.clear()
     gradients(learner, groups, algorithm)  # the size is remembered
@@ -247,7 +247,7 @@ def test_the_size_that_fits_is_logged_and_outlives_the_process(model, little_mem
 
 
 def test_a_branch_that_does_not_fit_raises_an_error_with_advice(model, monkeypatch, little_memory):
-    monkeypatch.setattr(Small, "room", 5)
+    monkeypatch.setattr(LimitedMemoryAttention, "max_tokens", 5)
     forest, terms = batch_of(random_groups(0), Fake())
     with pytest.raises(torch.OutOfMemoryError, match=r"learner\.recompute"):
         Learner(model, LearnerConfig(attention="dense"), SAMPLING).update(forest.trees, terms, Fake())

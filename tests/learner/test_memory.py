@@ -127,7 +127,7 @@ def planner(limit: float, sizes: ModelSizes = FOUR, reference: bool = False, **m
     return MemoryPlanner(sizes, config, needs, context=1_024, limit=int(limit * GIB), logit_rows=14_000, **kv)
 
 
-def test_where_there_is_room_nothing_is_run_twice_and_the_engine_has_what_it_wants():
+def test_with_enough_memory_nothing_is_recomputed_and_the_kv_cache_has_its_full_size():
     plan = planner(190).plan()
     assert (plan.tokens, plan.recompute, plan.kv_tokens) == (16_384, False, 262_144)
     assert plan.fits

@@ -76,7 +76,7 @@ def test_a_run_saved_in_one_mode_goes_on_in_another(tiny_llama, tmp_path, saved,
     assert_equal(everything(second), everything(whole))
 
 
-def test_a_snapshot_of_it_is_the_moment_too_also_where_the_host_has_no_room_for_one(tiny_llama, tmp_path, monkeypatch):
+def test_an_offloaded_snapshot_is_consistent_even_without_host_memory_for_a_copy(tiny_llama, tmp_path, monkeypatch):
     model, algorithm = copy.deepcopy(tiny_llama).bfloat16(), Fake(reference=True)
     learner = learner_of(model, algorithm, "all")
     step(learner, algorithm, 0)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
 
 from learner_fakes import SAMPLING, Fake
-from strangers import as_other_user, reached, second_address, why_not
+from other_user import as_other_user, reached, second_address, why_not
 from worlds import Copies, body, world
 
 from arborl.config.run_config import LearnerConfig
@@ -42,7 +42,7 @@ class Evil:
 
 
 def impostor(address: str, mark: str, ready) -> None:
-    """What a stranger does that has found torch's store and calls itself rank 1."""
+    """A process outside the run that connects to torch's store and claims to be rank 1."""
     ready.set()
     host, _, port = address.rpartition(":")
     with suppress(Exception):
@@ -65,29 +65,29 @@ class Nothing:
         pass
 
 
-def test_a_stranger_that_calls_itself_a_rank_is_sent_no_pickle_and_runs_no_code(tmp_path, monkeypatch):
+def test_a_process_that_claims_to_be_a_rank_gets_no_pickle_and_runs_no_code(tmp_path, monkeypatch):
     monkeypatch.setattr("arborl.learner.distributed.rendezvous.START_TIMEOUT", 6.0)
     rendezvous, info = Rendezvous.create(2, "127.0.0.1")
     mark = tmp_path / "ran"
     spawn = multiprocessing.get_context("spawn")
     ready = spawn.Event()
-    stranger = spawn.Process(target=impostor, args=(info.address, str(mark), ready), daemon=True)
-    stranger.start()
+    process = spawn.Process(target=impostor, args=(info.address, str(mark), ready), daemon=True)
+    process.start()
     assert ready.wait(300)
     try:
         spec = LearnerSpec(CONFIG.model_copy(update={"strategy": "ddp", "ranks": 2}), SAMPLING, NEEDS, 0, 0, body)
         with pytest.raises((ConfigError, LearnerRankLost), match="rank 1 did not join"):
             LearnerGroup(rendezvous, spec, body(), Nothing())
     finally:
-        stranger.kill()
-        stranger.join()
+        process.kill()
+        process.join()
     assert not mark.exists()
     assert pickle.loads(pickle.dumps(Evil(mark))) is None  # it would have
     assert mark.exists()
 
 
 def test_a_line_whose_other_end_cannot_prove_itself_is_refused_before_anything_is_sent_over_it(monkeypatch):
-    """As one that a stranger has connected to first."""
+    """As after an earlier connection by a process outside the run."""
     truth = rank_group.proof
     monkeypatch.setattr(rank_group, "proof", lambda session, *which: truth(session + "x", *which))
     rendezvous, info = Rendezvous.create(2)

@@ -106,7 +106,7 @@ def test_with_a_host_given_the_store_listens_there_and_nowhere_else():
         meeting.close()
 
 
-def test_a_client_without_the_secret_is_told_nothing(serve, monkeypatch):
+def test_a_client_without_the_secret_gets_no_data(serve, monkeypatch):
     monkeypatch.setattr(run_store, "HANDSHAKE_SECONDS", 1.0)
     monkeypatch.setattr(run_store, "CONNECT_SECONDS", 2.0)
     server = serve("127.0.0.1")
@@ -137,12 +137,12 @@ def test_clients_that_send_garbage_or_nothing_do_not_block_ranks(serve, monkeypa
     monkeypatch.setattr(run_store, "HANDSHAKE_SECONDS", 1.0)
     server = serve("127.0.0.1")
     host, _, port = server.info.address.rpartition(":")
-    strangers = [socket.create_connection((host, int(port))) for _ in range(300)]
-    for one in strangers:
+    connections = [socket.create_connection((host, int(port))) for _ in range(300)]
+    for one in connections:
         with suppress(OSError):  # turned away
             one.sendall(data)
     assert RunStore(server.info).add("n", 1) == 1
-    for one in strangers:
+    for one in connections:
         one.settimeout(60)
         with suppress(OSError):  # reset, since the server did not read all
             while one.recv(4096):
@@ -151,7 +151,7 @@ def test_clients_that_send_garbage_or_nothing_do_not_block_ranks(serve, monkeypa
     assert (server.data.num_keys(), server.data.check(["n"])) == (1, True)
 
 
-STRANGER = """
+CONNECT_SCRIPT = """
 import socket, sys
 try:
     line = socket.socket(socket.AF_UNIX)
@@ -168,7 +168,7 @@ def test_another_user_of_the_host_cannot_connect(serve):
     path = server.info.address.removeprefix(UNIX)
     as_other = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all"]
     words = ["/usr/bin/env", "-i", shutil.which("python3", path="/usr/bin:/usr/local/bin") or sys.executable]
-    data = subprocess.run([*as_other, *words, "-I", "-S", "-c", STRANGER, path], capture_output=True, text=True)
+    data = subprocess.run([*as_other, *words, "-I", "-S", "-c", CONNECT_SCRIPT, path], capture_output=True, text=True)
     assert data.stdout.strip() == "PermissionError", data.stderr
     assert RunStore(server.info).num_keys() == 0
 
@@ -214,7 +214,7 @@ def test_launched_ranks_of_one_host_share_a_secret_that_the_launchers_store_neve
 
 
 @pytest.mark.parametrize("opened", ["folder", "file", "link", "missing"])
-def test_a_folder_that_a_stranger_has_named_is_refused(launched, tmp_path, opened):
+def test_a_folder_with_wrong_permissions_or_links_is_refused(launched, tmp_path, opened):
     folder = tmp_path / "theirs"
     folder.mkdir(mode=0o755 if opened == "folder" else 0o700)
     file = folder / "secret"
@@ -234,7 +234,7 @@ def test_launched_ranks_of_several_hosts_take_the_secret_of_their_environment(la
     server = launched(0)
     assert server.info.address.startswith("127.0.0.1:")
     assert launched(1) == server.info
-    launched.store.set("where", json.dumps(["192.0.2.1:1", "0" * 64]))  # a stranger's address
+    launched.store.set("where", json.dumps(["192.0.2.1:1", "0" * 64]))  # an address of another process
     with pytest.raises(ConfigError, match="differs from that of rank 0"):
         launched(1)
     monkeypatch.delenv(SECRET_VARIABLE)

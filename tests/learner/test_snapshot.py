@@ -92,7 +92,7 @@ def test_memory_is_taken_once_and_again_only_for_other_sizes():
     assert larger["c"].tolist() == [1.0] * 5
 
 
-def test_where_the_host_has_no_room_the_tensors_themselves_are_written(tiny_llama, monkeypatch, tmp_path, caplog):
+def test_without_host_memory_for_a_copy_the_tensors_themselves_are_written(tiny_llama, monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(offload, "free_memory", lambda: 1000)
     learner, algorithm = learner_of(copy.deepcopy(tiny_llama))
     step(learner, algorithm, 0)

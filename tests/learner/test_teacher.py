@@ -141,7 +141,7 @@ def direct(model, groups) -> np.ndarray:
 
 
 @pytest.mark.parametrize("form", ["vllm", "echo"])
-def test_a_server_is_asked_each_branch_once_and_answers_for_every_token(form, serve, big, seedling):
+def test_a_server_gets_one_request_per_branch_and_scores_every_token(form, serve, big, seedling):
     server = serve(form=form)
     teacher = RemoteTeacher(server.url, wait=0.01)
     teacher.check(seedling[1].tokenizer, 1024)
@@ -153,7 +153,7 @@ def test_a_server_is_asked_each_branch_once_and_answers_for_every_token(form, se
     assert [path.tolist() for path in branch_paths(forest.trees[1])] == [[0, 1]]
 
 
-def test_a_busy_server_is_asked_again_and_one_that_stays_away_costs_the_episodes(serve, seedling, caplog):
+def test_a_busy_server_is_retried_and_an_unreachable_one_fails_the_episodes(serve, seedling, caplog):
     server = serve()
     teacher = RemoteTeacher(server.url, wait=0.01, retries=1)
     teacher.check(seedling[1].tokenizer, 1024)
@@ -220,7 +220,7 @@ def _likely(call: Call, logprobs) -> Call:
     return Call(call.prompt, Completion(call.completion.tokens, tuple(map(float, logprobs)), FinishReason.STOP), 0)
 
 
-def test_a_teacher_that_is_the_student_has_no_gradient_and_is_told(seedling, caplog):
+def test_a_teacher_that_equals_the_student_gives_no_gradient_and_a_warning(seedling, caplog):
     algorithm = Recipe(AlgorithmConfig(name="distill"))
     student = copy.deepcopy(seedling[0])
     learner = Learner(student, LearnerConfig(), Sampling(), algorithm.needs, teacher=seedling[0])

@@ -91,15 +91,15 @@ def warm_up(model: GPT2LMHeadModel, renderer: Renderer, steps: int, size: int, c
 
 
 def example(renderer: Renderer, transcript: Transcript, longest: int = 512) -> tuple[list[int], list[float]]:
-    """Ids of a game, and the weight of each: what the player said, and its end of turn, counts."""
+    """Ids of a game, and the weight of each: 1 for replies of the player and their end token, else 0."""
     ids: list[int] = []
     own: list[float] = []
     shown: list[Message] = []
     for message in transcript.messages:
         if message.role == "assistant":
             prompt = renderer.encode(renderer.render(shown))
-            said = [*renderer.encode(renderer.escape_reply(message.content)), renderer.stop[0]]
-            own += [0.0] * (len(prompt) - len(ids)) + [1.0] * len(said)
-            ids = [*prompt, *said]
+            reply = [*renderer.encode(renderer.escape_reply(message.content)), renderer.stop[0]]
+            own += [0.0] * (len(prompt) - len(ids)) + [1.0] * len(reply)
+            ids = [*prompt, *reply]
         shown.append(message)
     return ids[:longest], own[:longest]

@@ -55,7 +55,7 @@ LEAN = {"mistral", "qwen2 with a window", "qwen3 with a window"}
 
 @cache
 def family(name: str) -> PreTrainedModel:
-    """One for all tests: nobody changes it."""
+    """Shared by all tests, which must not change it."""
     torch.manual_seed(0)
     model = FAMILIES[name]().eval()
     with torch.no_grad():

@@ -132,7 +132,7 @@ def test_a_form_that_is_not_known_is_run_by_peft(more):
 def test_one_odd_adapter_among_plain_ones_leaves_its_product_to_peft():
     model = adapted("qwen2")
     attention, mlp = model.model.layers[1].self_attn, model.model.layers[0].mlp
-    attention.k_proj.add_adapter = None  # somebody's own
+    attention.k_proj.add_adapter = None  # a custom class
     attention.k_proj.__class__ = type("Own", (type(attention.k_proj),), {})
     mlp.down_proj.merge()
     engine = LocalEngine(model, max_context=64, max_requests=8, block_size=16)

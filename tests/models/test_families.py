@@ -47,7 +47,7 @@ def played(name: str) -> list[Call]:
     return calls
 
 
-def told(model, calls: list[Call]) -> torch.Tensor:
+def library_logprobs(model, calls: list[Call]) -> torch.Tensor:
     """Log-probabilities of what was sampled, by transformers, a sequence at a time."""
     parts = []
     for call in calls:
@@ -67,7 +67,7 @@ def test_the_engine_samples_from_what_transformers_says(name):
     calls = played(name)
     sampled = [logprob for call in calls for logprob in call.completion.logprobs]
     with torch.no_grad():
-        np.testing.assert_allclose(sampled, told(model, calls).numpy(), atol=1e-4)
+        np.testing.assert_allclose(sampled, library_logprobs(model, calls).numpy(), atol=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,7 +79,7 @@ def test_trees_are_scored_and_differentiated_as_their_branches_are_by_transforme
     assert len(batch) < sum(len(call.prompt) + len(call.completion.tokens) for call in calls)
     parameters = [p for p in model.parameters() if p.requires_grad]
     weight = torch.linspace(-1.0, 1.0, len(made.terms))
-    theirs = told(model, calls)
+    theirs = library_logprobs(model, calls)
     gradients = torch.autograd.grad((theirs * weight).sum(), parameters, allow_unused=True)
     for attend in ("dense", "blocks"):
         ours = compute_outputs(model, batch, Sampling(), ExecutionPath(attend)).logprob_M
@@ -99,7 +99,7 @@ def test_plain_rows_need_no_tree_and_layers_may_be_run_again_for_their_gradient(
     made = forest(calls[:1])
     batch = pack(made.trees, [0], made.terms)
     with torch.no_grad():
-        expected = told(model, calls[:1]).numpy()
+        expected = library_logprobs(model, calls[:1]).numpy()
     for way in (ExecutionPath("causal"), ExecutionPath("causal", recompute=True)):
         found = compute_outputs(model, batch, Sampling(), way).logprob_M
         np.testing.assert_allclose(found.detach().numpy(), expected, atol=1e-4)

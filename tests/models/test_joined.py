@@ -78,7 +78,7 @@ def test_a_copy_has_weights_of_its_own(layers):
     assert not torch.equal(layers.a.weight, other.a.weight)
 
 
-def test_a_layer_that_is_not_plain_is_asked_itself(layers):
+def test_a_layer_with_a_custom_forward_is_called_itself(layers):
     class Doubled(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(x)

@@ -69,8 +69,8 @@ class Simple:
     def count(self, terms):
         return float(len(terms))
 
-    def loss(self, said, terms):
-        return -said.logprob_M * terms.advantage_M, {}
+    def loss(self, outputs, terms):
+        return -outputs.logprob_M * terms.advantage_M, {}
 
 
 def forest():
@@ -258,14 +258,14 @@ def test_dropout_drops_only_while_gradients_are_taken(plain):
                 parameter.normal_(std=0.05)
     assert torch.equal(logits(model, IDS), logits(model, IDS))
     chance = torch.get_rng_state()
-    said = {}
+    logits_by_seed = {}
     for seed in (1, 1, 2):
         with dropout_on(model, seed):
             first, second = logits(model, IDS), logits(model, IDS)
         assert not torch.equal(first, second)
-        assert torch.equal(said.setdefault(seed, first), first)
-    assert not torch.equal(said[1], said[2])
-    assert torch.equal(torch.get_rng_state(), chance)  # nobody else's draws depend on it
+        assert torch.equal(logits_by_seed.setdefault(seed, first), first)
+    assert not torch.equal(logits_by_seed[1], logits_by_seed[2])
+    assert torch.equal(torch.get_rng_state(), chance)  # the global generator is unchanged
     assert not any(module.training for module in model.modules())
 
 

@@ -205,6 +205,6 @@ def test_a_tokenizer_of_another_model_is_one_sentence(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "someone/something", "seedlng"])
-def test_a_hub_id_with_or_without_owner_is_looked_for_and_without_a_network_that_is_said(name, tmp_path, monkeypatch):
+def test_a_hub_id_with_or_without_owner_is_looked_up_and_a_missing_network_is_reported(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert_refused(["train", f"model={name}"], "the Hugging Face hub cannot be reached")

@@ -30,7 +30,7 @@ from arborl.models.model_loading import load_model
 from arborl.models.path_check import check_layers, sample_tokens, use_sample_text
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from bodies import add_outliers
+from benchmark_models import add_outliers
 
 SIZES = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,

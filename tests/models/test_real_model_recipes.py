@@ -68,13 +68,13 @@ def sums(count: int) -> list[str]:
 
 def test_every_step_of_a_worked_sum_is_right():
     for expression in sums(2000):
-        said = working(expression)
-        assert parse_answer(said) == str(eval(expression))
-        for left, right in re.findall(r"([\d+-]+)=(-?\d+)", said):
-            assert eval(re.sub(r"\b0+(?=\d)", "", left)) == int(right), said
-        for line in said.splitlines()[:-1]:
+        text = working(expression)
+        assert parse_answer(text) == str(eval(expression))
+        for left, right in re.findall(r"([\d+-]+)=(-?\d+)", text):
+            assert eval(re.sub(r"\b0+(?=\d)", "", left)) == int(right), text
+        for line in text.splitlines()[:-1]:
             first, *equal = line.partition(":")[0].split(" = ")
-            assert all(eval(first) == eval(other) for other in equal), said
+            assert all(eval(first) == eval(other) for other in equal), text
             assert f"So {eval(first)}." in line
 
 
@@ -95,9 +95,9 @@ def test_worked_sums_ask_what_the_environment_asks_and_never_a_held_out_problem(
 
 def test_players_of_a_lake_move_in_every_message():
     for row in transcript_rows(20, 0, "frozen_lake", 0.5, {"spaced": True}):
-        said = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
-        assert said
-        assert all(parse_move(text) for text in said)
+        replies = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+        assert replies
+        assert all(parse_move(text) for text in replies)
 
 
 def test_calls_of_a_calculator_are_answered_as_the_tool_answers_them():

@@ -23,11 +23,11 @@ from arborl.types import Sampling, Task
 
 
 class Engine:
-    """Serves so many at a time; a crowd is what waits beyond."""
+    """Serves `capacity` requests concurrently; more requests must wait."""
 
-    def __init__(self, room: int):
-        self.room, self.received, self.most = asyncio.Semaphore(room), 0, 0
-        self.size = room
+    def __init__(self, capacity: int):
+        self.semaphore, self.received, self.most = asyncio.Semaphore(capacity), 0, 0
+        self.size = capacity
 
     @property
     def crowded(self) -> bool:
@@ -36,14 +36,14 @@ class Engine:
     async def generate(self) -> None:
         self.received += 1
         self.most = max(self.most, self.received)
-        async with self.room:
+        async with self.semaphore:
             await asyncio.sleep(0.002)
         self.received -= 1
 
 
-def play(limit: int | None, room: int, episodes: int, tool: float) -> tuple[ConcurrencyLimit, Engine, int]:
+def play(limit: int | None, capacity: int, episodes: int, tool: float) -> tuple[ConcurrencyLimit, Engine, int]:
     async def all_of_them():
-        engine = Engine(room)
+        engine = Engine(capacity)
         slots = ConcurrencyLimit(limit, lambda: engine.crowded, first=32)
         meter, most = BusyTime(slots.on_completion), 0
 
@@ -63,16 +63,16 @@ def play(limit: int | None, room: int, episodes: int, tool: float) -> tuple[Conc
     return asyncio.run(all_of_them())
 
 
-def test_a_limit_is_kept_and_everybody_gets_in():
-    _, _, most = play(3, room=8, episodes=20, tool=0.0)
+def test_the_limit_is_kept_and_all_episodes_run():
+    _, _, most = play(3, capacity=8, episodes=20, tool=0.0)
     assert most == 3
 
 
-def test_auto_lets_more_in_while_there_is_room_and_fewer_where_requests_wait(monkeypatch):
+def test_auto_raises_the_limit_while_the_engine_has_capacity_and_lowers_it_when_requests_wait(monkeypatch):
     monkeypatch.setattr(module, "DECREASE_SECONDS", 0.002)
-    _, _, many = play(None, room=200, episodes=150, tool=0.01)
-    crowd, _engine, _ = play(None, room=4, episodes=150, tool=0.0)
-    assert many > 64  # late tools: many are in play, and the engine has room for all
+    _, _, many = play(None, capacity=200, episodes=150, tool=0.01)
+    crowd, _engine, _ = play(None, capacity=4, episodes=150, tool=0.0)
+    assert many > 64  # slow tools: many episodes run, and the engine has capacity for all
     assert crowd.limit < 16
 
 

@@ -21,7 +21,7 @@ def test_slots_go_to_who_waited_longest():
     assert order == list(range(10))
 
 
-def test_a_slot_given_to_somebody_cancelled_is_not_lost():
+def test_a_slot_granted_to_a_cancelled_waiter_is_not_lost():
     slots = FairSemaphore(1)
 
     async def play() -> list[bool]:

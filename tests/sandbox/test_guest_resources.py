@@ -72,7 +72,7 @@ def test_groups_that_were_left_are_removed_and_young_ones_are_not(group, tmp_pat
 
 
 @pytest.mark.skipif("cgroup" not in try_level("rlimits"), reason="no memory cgroup can be made here")
-def test_a_guest_is_in_a_limited_group_that_is_gone_with_it():
+def test_a_sandbox_has_a_memory_cgroup_that_is_removed_with_it():
     with Sandbox(SandboxLimits(memory_mb=64), "rlimits") as box:
         (found,) = Path("/sys/fs/cgroup").rglob(os.path.basename(box._folder))
         limit = next(found.glob("memory.max"), found / "memory.limit_in_bytes")
@@ -83,7 +83,7 @@ def test_a_guest_is_in_a_limited_group_that_is_gone_with_it():
 
 
 @pytest.mark.skipif("cgroup" not in try_level("rlimits"), reason="no memory cgroup can be made here")
-def test_a_guest_that_the_kernel_ended_at_the_limit_used_too_much_memory():
+def test_a_kill_by_the_kernel_at_the_cgroup_limit_is_reported_as_memory():
     with Sandbox(SandboxLimits(memory_mb=128), "rlimits") as box:
         (found,) = Path("/sys/fs/cgroup").rglob(os.path.basename(box._folder))
         limit = next(found.glob("memory.max"), found / "memory.limit_in_bytes")

@@ -62,7 +62,7 @@ def test_a_spare_that_died_is_passed_over(pool):
     assert pool.run_sync("2").value == "2"
 
 
-def test_a_closed_pool_leaves_nobody_behind(pool):
+def test_a_closed_pool_leaves_no_sandbox_process(pool):
     pool.run_sync("1")
     time.sleep(0.2)
     ready = list(pool._ready)

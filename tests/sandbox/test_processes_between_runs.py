@@ -68,7 +68,7 @@ def test_processes_stand_still_too(level):
 
 
 @pytest.mark.parametrize("what", ["timer", "parent", "file"])
-def test_a_stopped_guest_cannot_have_itself_woken(box, what):
+def test_a_stopped_sandbox_process_cannot_resume_itself(box, what):
     """Signals that would come without anybody inside being awake to send them."""
     code = {
         "timer": "class E(ctypes.Structure): _fields_ = (('v', ctypes.c_void_p), ('s', ctypes.c_int * 14))\n"
@@ -173,7 +173,7 @@ def test_a_folder_dug_deep_is_removed(killed):
 
 
 @pytest.mark.parametrize("level", WORKING_LEVELS)
-def test_a_guest_cannot_outlive_a_cancelled_run(level):
+def test_a_sandbox_process_does_not_outlive_a_cancelled_run(level):
     """It takes off what ties it to its keeper, and its keeper is killed."""
     name = f"{level[:4]}-{os.getpid()}"
     code = f"import ctypes, time\nc = ctypes.CDLL(None)\nc.prctl(1, 0, 0, 0, 0)\nc.prctl(15, b'{name}', 0, 0, 0)"

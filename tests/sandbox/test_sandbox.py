@@ -75,7 +75,7 @@ def test_a_run_gives_output_value_and_error(box):
     assert box.run_sync("class R:\n    def __repr__(self): raise ValueError('no')\nR()").error == "ValueError: no"
 
 
-def test_an_exception_is_shown_as_python_shows_it_and_the_guest_lives_on(box):
+def test_an_exception_has_pythons_traceback_and_the_sandbox_stays_alive(box):
     box.run_sync("kept = 1")
     outcome = box.run_sync("def f():\n    return 1 / 0\nf()")
     assert not outcome.ok
@@ -120,7 +120,7 @@ def answer(token, *texts):
     ],
     ids=["too long", "without the token", "broken off", "twice"],
 )
-def test_a_forged_answer_ends_the_guest(box, code):
+def test_a_forged_response_ends_the_sandbox_process(box, code):
     outcome = box.run_sync(f"{FORGED}\n{code}")
     assert outcome.stopped in ("forged", "died")
     assert outcome.value == ""
@@ -128,7 +128,7 @@ def test_a_forged_answer_ends_the_guest(box, code):
 
 
 def test_an_answer_written_by_the_code_is_followed_by_no_other(box):
-    """Code that knows the token may speak for itself; what the guest says afterwards then answers nothing."""
+    """Code that knows the token can write a response; the later response of the sandbox process then ends it."""
     outcome_text = "sys._getframe(1).f_locals['request']['token']"
     first = box.run_sync(
         f"{FORGED}\nimport sys, time; os.write(3, answer({outcome_text}, b'42', b'')); time.sleep(0.1)"
@@ -357,7 +357,7 @@ for pid in (os.getppid(), PARENT, KEEPER, -1):
     except OSError as error: print(pid, error)
 """.replace("PARENT", str(os.getpid())).replace("KEEPER", str(box._supervisor.pid))
     box.run_sync(code)
-    # Reaching this line is the test; `-1` may have ended the guest itself, and nothing else.
+    # Reaching this line is the test; `-1` may have ended the sandbox process, and nothing else.
     assert os.getpid()
 
 
@@ -399,7 +399,7 @@ def host_of(level: str, code: str, folder: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("level", WORKING_LEVELS)
 def test_a_host_that_is_killed_leaves_no_folder_and_no_daemon(tmp_path, level):
-    """The host dies without a word; the guest, what it started and what it wrote must go too."""
+    """The host is killed; the sandbox process, its child processes and its files must be removed too."""
     mark = f"arborl-orphan-{os.getpid()}"
     loop = "while true; do sleep 1; done"
     code = "import os; open('x', 'w').close()"
@@ -413,7 +413,7 @@ def test_a_host_that_is_killed_leaves_no_folder_and_no_daemon(tmp_path, level):
     wait_until(lambda: not processes_of(mark) and not list(tmp_path.iterdir()))
 
 
-def test_a_process_that_ends_with_spare_guests_leaves_no_folder(tmp_path):
+def test_a_process_that_exits_with_spare_sandboxes_leaves_no_folder(tmp_path):
     code = "from arborl.sandbox import run_code_sync; print(run_code_sync('6 * 7').value)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
@@ -447,7 +447,7 @@ def test_nothing_is_left_on_disk(box):
 # ------------------------------------------------------------------------------------------------ around it
 
 
-def test_a_cancelled_run_ends_its_guest():
+def test_a_cancelled_run_ends_its_sandbox_process():
     async def play() -> tuple[float, bool]:
         box = Sandbox(replace(TIGHT, wall_seconds=100))
         start = time.perf_counter()
@@ -464,7 +464,7 @@ def test_a_cancelled_run_ends_its_guest():
 
 def test_a_package_folder_can_be_imported_and_not_changed(tmp_path):
     (tmp_path / "helpful.py").write_text("answer = 42")
-    tmp_path.chmod(0o755)  # the guest is another user
+    tmp_path.chmod(0o755)  # the sandbox process runs as another user
     for level in WORKING_LEVELS:
         with Sandbox(TIGHT, level, packages=[tmp_path]) as box:
             assert box.run_sync("import helpful; helpful.answer").value == "42"

@@ -1,4 +1,4 @@
-"""The levels of the sandbox that work on this machine, and modules of its guest."""
+"""The levels of the sandbox that work on this machine, and modules of `guest_process`."""
 
 import importlib.util
 import sys

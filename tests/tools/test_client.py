@@ -152,7 +152,7 @@ def test_a_server_that_is_not_there_is_named_before_the_run():
         ToolClient()
 
 
-def test_a_key_of_any_letters_opens_and_a_wrong_one_is_said_before_the_run_and_in_it(tmp_path):
+def test_a_non_ascii_key_is_accepted_and_a_wrong_one_is_reported_before_and_during_a_run(tmp_path):
     key = "ключ-ü"
     locked = Served(tmp_path, "--api-key", key)
     locked.wait()
@@ -243,7 +243,7 @@ def test_a_thousand_calls_through_a_killed_server(tmp_path):
         served.stop(signal.SIGKILL)
 
 
-def test_a_server_asked_to_stop_finishes_what_it_has(restarted):
+def test_a_stopping_server_finishes_its_running_calls(restarted):
     served, _, before = restarted
     client = ToolClient(served.url, call_seconds=3)
 

@@ -333,7 +333,7 @@ def test_an_async_callable_and_a_function_that_returns_an_awaitable_are_awaited(
     assert run(Tool(lambda x: inner(x), name="f"), {"x": 1}).content == "3"
 
 
-def test_blocking_functions_hold_up_nobody():
+def test_blocking_functions_do_not_block_each_other():
     all_here = threading.Barrier(10)
 
     @tool

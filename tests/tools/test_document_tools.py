@@ -205,7 +205,7 @@ def test_calls_that_cannot_be_answered_are_errors_in_words(tool, arguments, word
 
 
 @pytest.mark.parametrize("chunk", [-1, 9999])
-def test_a_chunk_out_of_range_is_told_the_range(chunk):
+def test_a_chunk_id_out_of_range_gives_an_error_with_the_range(chunk):
     built, answer = run(BUILD, (document_tools.read_chunk, {"chunk_id": chunk}))
     assert answer == {"error": f"chunk_id={chunk}: give 0 to {built['last_chunk_id']}"}
 

@@ -185,7 +185,7 @@ def answering(monkeypatch, *addresses):
     return requested
 
 
-def test_the_address_that_was_checked_is_the_one_that_is_asked(servers, monkeypatch):
+def test_the_request_goes_to_the_address_that_was_checked(servers, monkeypatch):
     requested = answering(monkeypatch, "127.0.0.1", "192.0.2.1")  # any caller asks again is led elsewhere
     Handler.hosts.clear()
     tool = Fetch([f"pages.test:{servers[0]}"], allow_private=True)
@@ -232,7 +232,7 @@ def test_addresses_that_are(address):
 
 
 @pytest.mark.parametrize(("path", "received"), [("/picture", "image/png, not text"), ("/lost", "404")])
-def test_what_is_no_page_is_said_to_be_none(servers, path, received):
+def test_a_response_that_is_no_text_page_is_reported(servers, path, received):
     result = ask(Fetch([f"127.0.0.1:{servers[0]}"], allow_private=True), f"http://127.0.0.1:{servers[0]}{path}")
     assert received in result.content
     assert not result.ok

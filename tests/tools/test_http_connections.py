@@ -71,7 +71,7 @@ def test_what_is_no_reply_is_broken(reply):
     assert isinstance(received[0], ConnectionBroken)
 
 
-def test_nobody_there_is_broken():
+def test_a_port_without_a_server_raises_connection_broken():
     async def run():
         await HttpConnections("http://127.0.0.1:1").request("GET", "/")
 

@@ -86,7 +86,7 @@ def test_half_open_connections_are_counted_before_anybody_shows_a_key_and_the_ol
         assert len(app.state.half_open) <= 20
 
 
-def test_an_answer_that_nobody_reads_is_not_kept_for_ever():
+def test_a_response_that_the_client_does_not_read_is_dropped_after_a_while():
     with served() as (address, app), socket.create_connection(address) as link:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         with contextlib.suppress(ConnectionError, TimeoutError):
@@ -110,7 +110,7 @@ def test_a_whole_request_is_answered_however_long_that_takes(tmp_path, monkeypat
         assert app.state.half_open.closed == 0
 
 
-def test_a_body_in_pieces_that_is_too_large_is_said_to_be():
+def test_a_chunked_body_that_is_too_large_is_refused():
     with served(seconds=5) as (address, _):
 
         def pieces():

@@ -21,7 +21,7 @@ for use in (lambda: journal.begin("key", "digest" * 100_000), lambda: CallJourna
 """
 
 
-def test_a_lack_of_memory_is_said_in_one_line_and_nothing_is_done(tmp_path):
+def test_a_lack_of_memory_gives_a_one_line_error_and_no_call(tmp_path):
     """In a process of its own: the limit is of all that SQLite does there, and cannot be taken back."""
     words = [sys.executable, "-c", PROGRAM, str(tmp_path / "journal")]
     received = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()

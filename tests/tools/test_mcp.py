@@ -133,7 +133,7 @@ def test_a_server_that_dies_or_hangs_gives_results_and_is_started_again(foreign)
     assert asyncio.run(tools["greet"].run({"name": "you"})).ok
 
 
-def test_only_the_tools_asked_for_are_taken(foreign):
+def test_only_the_requested_tools_are_used(foreign):
     foreign.only = ["greet"]
     assert [each.name for each in foreign.tools()] == ["greet"]
     foreign.only = ["great"]

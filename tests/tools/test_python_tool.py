@@ -44,7 +44,7 @@ def test_variables_last_an_episode_and_no_longer():
         assert content.endswith("NameError: name 'x' is not defined")
 
 
-def test_passing_a_limit_is_said_and_the_next_call_begins_anew():
+def test_an_exceeded_limit_is_reported_and_the_next_call_starts_a_new_process():
     pool = SandboxPool(SandboxLimits(wall_seconds=0.5), spare=0)
 
     async def play() -> list:

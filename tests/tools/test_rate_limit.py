@@ -268,7 +268,7 @@ asyncio.run(play())
 """
 
 
-def test_those_who_are_killed_while_they_wait_hold_up_nobody(tmp_path):
+def test_processes_killed_while_waiting_do_not_delay_others(tmp_path):
     limit = RateLimit(60, 1, "dead", folder=tmp_path)
     arguments = [sys.executable, "-c", WAIT, "60", str(tmp_path), "100"]
     killed = [subprocess.Popen(arguments, stdout=subprocess.PIPE) for _ in range(2)]

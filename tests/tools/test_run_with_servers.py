@@ -143,7 +143,7 @@ def test_a_run_uses_a_tool_server_and_mcp_servers_that_only_its_file_names(tmp_p
     assert "tools.1.api_key_env: the environment has no FAR_KEY. Write: export FAR_KEY=…" in received.stderr
 
 
-def test_told_to_stop_a_run_leaves_no_process_behind(tmp_path):
+def test_a_stopped_run_leaves_no_process(tmp_path):
     command = stubborn(tmp_path, "mark-of-a-run-outcome-to-stop")
     file = config(tmp_path, [{"mcp": {"command": command}}], [call("echo", text="x")], trainer={"steps": 10**6})
     lived = []

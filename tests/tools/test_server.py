@@ -70,17 +70,17 @@ def _fresh():
 
 
 def serving(play, api_key: str | None = None, headers: dict | None = None, drain: bool = True, tools=(), **options):
-    """`play(http, desk)` against the application, without a network."""
+    """`play(http, dispatcher)` against the application, without a network."""
 
     async def run():
-        desk = ToolDispatcher([calculator, collect, nap, check, *tools], **options)
-        app = make_app(desk, api_key, limit_seconds=2.5)
+        dispatcher = ToolDispatcher([calculator, collect, nap, check, *tools], **options)
+        app = make_app(dispatcher, api_key, limit_seconds=2.5)
         url, transport = "http://127.0.0.1", httpx.ASGITransport(app)
         async with (
             app.router.lifespan_context(app) if drain else contextlib.nullcontext(),
             httpx.AsyncClient(transport=transport, base_url=url, headers=headers, timeout=20) as http,
         ):
-            result = await play(http, desk)
+            result = await play(http, dispatcher)
         return result
 
     return asyncio.run(run())
@@ -93,7 +93,7 @@ def post(http, path: str, **body):
 def called(*bodies, **options) -> list[httpx.Response]:
     """The answers to these calls, one after another; a body in bytes is sent as it is."""
 
-    async def play(http, desk):
+    async def play(http, dispatcher):
         head = {"Content-Type": "application/json"}
         data = [body if isinstance(body, bytes) else json.dumps(body).encode() for body in bodies]
         return [await http.post("/call", content=each, headers=head) for each in data]
@@ -102,7 +102,7 @@ def called(*bodies, **options) -> list[httpx.Response]:
 
 
 def test_it_describes_its_tools():
-    async def play(http, desk):
+    async def play(http, dispatcher):
         return (await http.get("/tools")).json()
 
     by_name = {each["name"]: each for each in serving(play)}
@@ -128,7 +128,7 @@ def test_it_answers_calls_good_and_bad():
 
 
 def test_execute_takes_and_gives_the_shape_older_clients_know():
-    async def play(http, desk):
+    async def play(http, dispatcher):
         good = await post(http, "/execute", code="print('Hello, Tool!')")
         bad = await post(http, "/execute", code="1/0", timeout=3)
         return good.json(), bad.json()
@@ -141,7 +141,7 @@ def test_execute_takes_and_gives_the_shape_older_clients_know():
 
 
 def test_code_is_run_only_where_python_is_among_the_tools():
-    async def play(http, desk):
+    async def play(http, dispatcher):
         return (await post(http, "/execute", code="1")).status_code, (await http.get("/openapi.json")).json()["paths"]
 
     code, paths = serving(play)
@@ -151,7 +151,7 @@ def test_code_is_run_only_where_python_is_among_the_tools():
 
 
 def test_health_and_metrics_tell_how_it_stands():
-    async def play(http, desk):
+    async def play(http, dispatcher):
         await post(http, "/call", name="calculator", arguments={"expression": "1"})
         await post(http, "/call", name="nothing")
         return (await http.get("/health")).json(), (await http.get("/metrics")).text
@@ -165,7 +165,7 @@ def test_health_and_metrics_tell_how_it_stands():
 
 @pytest.mark.parametrize("headers", [{}, {"X-API-Key": "wrong"}, {"Authorization": "Bearer secreT"}, {"X-API-Key": ""}])
 def test_without_the_right_key_nothing_is_run(headers):
-    async def play(http, desk):
+    async def play(http, dispatcher):
         paths = [("POST", "/call"), ("POST", "/execute"), ("GET", "/tools"), ("POST", "/limit"), ("GET", "/metrics")]
         codes = []
         for method, path in paths:
@@ -201,7 +201,7 @@ def test_a_key_that_no_header_can_carry_is_refused(key):
 def test_a_key_may_have_any_letters():
     key = "schlüssel-ключ-鍵"
 
-    async def play(http, desk):
+    async def play(http, dispatcher):
         answers = [await http.get("/tools", headers=one) for one in (bearer_header(key), bearer_header("schlüssel"))]
         answers.append(await http.get("/tools", headers={"X-API-Key": key.encode()}))
         return [answer.status_code for answer in answers]
@@ -227,27 +227,27 @@ def test_a_key_may_have_any_letters():
 def test_without_a_key_a_page_in_a_browser_cannot_reach_it_by_a_name_of_its_own(headers, code):
     """DNS rebinding: a page's own name, resolved to this machine, makes its requests the same origin's."""
 
-    async def play(http, desk):
+    async def play(http, dispatcher):
         return (await http.get("/tools", headers=headers)).status_code
 
     assert serving(play) == code
 
 
 def test_with_a_key_any_name_will_do():
-    async def play(http, desk):
+    async def play(http, dispatcher):
         return (await http.get("/tools", headers={"Host": "tools.example", "X-API-Key": "secret"})).status_code
 
     assert serving(play, "secret") == 200
 
 
 def test_a_slow_tool_holds_up_only_itself():
-    async def play(http, desk):
+    async def play(http, dispatcher):
         slow = [asyncio.ensure_future(post(http, "/call", name="nap", arguments={"seconds": 300})) for _ in range(8)]
-        while desk.running < 2:
+        while dispatcher.running < 2:
             await asyncio.sleep(0.001)
         quick = await asyncio.wait_for(post(http, "/call", name="calculator", arguments={"expression": "6*7"}), 40)
         codes = [(await task).status_code for task in slow if task.done()]
-        for task in (*slow, *desk._tasks):
+        for task in (*slow, *dispatcher._tasks):
             task.cancel()
         return quick.json()["content"], codes
 
@@ -255,7 +255,7 @@ def test_a_slow_tool_holds_up_only_itself():
 
 
 def test_calls_that_wait_for_their_session_hold_up_no_other_session():
-    async def play(http, desk):
+    async def play(http, dispatcher):
         free = asyncio.Event()
 
         @tool(stateful=True)
@@ -265,22 +265,22 @@ def test_calls_that_wait_for_their_session_hold_up_no_other_session():
                 await free.wait()
             return "held"
 
-        desk = ToolDispatcher([hold], concurrency=2)
+        dispatcher = ToolDispatcher([hold], concurrency=2)
         calls = [CallRequest(name="hold", arguments={"free_now": False}, session="a") for _ in range(5)]
-        held = [asyncio.ensure_future(desk.call(call)) for call in calls]
+        held = [asyncio.ensure_future(dispatcher.call(call)) for call in calls]
         await asyncio.sleep(0.01)
         other = CallRequest(name="hold", arguments={"free_now": True}, session="b")
-        answer = await asyncio.wait_for(desk.call(other), 40)
-        counts = desk.running, desk.waiting
+        answer = await asyncio.wait_for(dispatcher.call(other), 40)
+        counts = dispatcher.running, dispatcher.waiting
         free.set()
         await asyncio.gather(*held)
-        return answer.content, counts, (desk.running, desk.waiting)
+        return answer.content, counts, (dispatcher.running, dispatcher.waiting)
 
     assert serving(play) == ("held", (1, 4), (0, 0))
 
 
 def test_calls_beyond_the_queue_are_refused_and_not_run():
-    async def play(http, desk):
+    async def play(http, dispatcher):
         calls = [post(http, "/call", name="nap", arguments={"seconds": 0.3}) for _ in range(10)]
         return await asyncio.gather(*calls)
 
@@ -292,13 +292,13 @@ def test_calls_beyond_the_queue_are_refused_and_not_run():
 
 
 def test_no_more_run_at_a_time_than_it_allows():
-    async def play(http, desk):
+    async def play(http, dispatcher):
         most = 0
 
         async def look() -> None:
             nonlocal most
             while True:
-                most = max(most, desk.running)
+                most = max(most, dispatcher.running)
                 await asyncio.sleep(0.005)
 
         looking = asyncio.ensure_future(look())
@@ -310,7 +310,7 @@ def test_no_more_run_at_a_time_than_it_allows():
 
 
 def test_a_body_that_is_too_large_is_refused():
-    async def play(http, desk):
+    async def play(http, dispatcher):
         async def pieces():
             for _ in range(40):
                 yield b"x" * 100_000
@@ -343,7 +343,7 @@ def test_whatever_is_sent_is_answered_without_a_crash(body):
 
 
 def test_a_call_sent_twice_is_run_once():
-    async def play(http, desk):
+    async def play(http, dispatcher):
         call = {"name": "collect", "arguments": {"coins": 5}, "key": "k1", "session": "s"}
         together = await asyncio.gather(*(post(http, "/call", **call) for _ in range(5)))
         later = await post(http, "/call", **call)
@@ -361,7 +361,7 @@ def test_a_call_sent_twice_is_run_once():
 def test_a_key_that_was_another_calls_is_refused(other, tmp_path):
     call = {"name": "collect", "arguments": {"coins": 5}, "key": "k1", "session": "s"}
 
-    async def play(http, desk):
+    async def play(http, dispatcher):
         first = asyncio.ensure_future(post(http, "/call", **call))
         while not RUNS:
             await asyncio.sleep(0.001)
@@ -369,7 +369,7 @@ def test_a_key_that_was_another_calls_is_refused(other, tmp_path):
         await first
         return during, await post(http, "/call", **call | other)
 
-    async def later(http, desk):
+    async def later(http, dispatcher):
         return await post(http, "/call", **call | other)
 
     now = serving(play, journal=CallJournal(tmp_path / "journal"))
@@ -382,7 +382,7 @@ def test_a_key_that_was_another_calls_is_refused(other, tmp_path):
 def test_a_journal_that_cannot_be_written_runs_nothing_and_says_so(tmp_path):
     journal = CallJournal(tmp_path / "journal")
 
-    async def play(http, desk):
+    async def play(http, dispatcher):
         journal._connection.execute("PRAGMA query_only = ON")  # as on a full disk
         answer = await post(http, "/call", name="collect", arguments={"coins": 5}, key="k", session="s")
         journal._connection.execute("PRAGMA query_only = OFF")
@@ -456,7 +456,7 @@ def test_json_within_a_text_is_read_within_bounds():
 
 
 def test_a_client_that_hangs_up_does_not_stop_a_call_that_has_begun():
-    async def play(http, desk):
+    async def play(http, dispatcher):
         call = {"name": "collect", "arguments": {"coins": 5}, "key": "k1", "session": "s"}
         first = asyncio.ensure_future(post(http, "/call", **call))
         while not RUNS:
@@ -469,7 +469,7 @@ def test_a_client_that_hangs_up_does_not_stop_a_call_that_has_begun():
 
 
 def test_state_lasts_a_session_and_calls_of_one_take_turns():
-    async def play(http, desk):
+    async def play(http, dispatcher):
         async def put(session):
             return (await post(http, "/call", name="collect", arguments={"coins": 1}, session=session)).json()[
                 "content"
@@ -488,8 +488,8 @@ def test_state_lasts_a_session_and_calls_of_one_take_turns():
     assert Purse.closed == 4  # one ended, one alone, two when the server stopped
 
 
-def test_sessions_that_nobody_uses_are_ended():
-    async def play(http, desk):
+def test_idle_sessions_are_ended():
+    async def play(http, dispatcher):
         await post(http, "/call", name="collect", arguments={"coins": 1}, session="old")
         await asyncio.sleep(0.15)
         await post(http, "/call", name="collect", arguments={"coins": 1}, session="new")
@@ -502,15 +502,15 @@ def test_a_server_started_anew_neither_runs_again_nor_pretends(tmp_path):
     """Calls of an earlier life: one answered, one begun, and one that comes after with its session's state gone."""
     path = tmp_path / "journal"
 
-    async def before(http, desk):
+    async def before(http, dispatcher):
         await post(http, "/call", name="collect", arguments={"coins": 5}, key="done", session="s")
         begun = CallRequest(name="collect", arguments={"coins": 5}, key="begun", session="s")
-        desk.journal.begin("begun", begun.digest)
+        dispatcher.journal.begin("begun", begun.digest)
 
     serving(before, journal=CallJournal(path), drain=False)  # killed: no one closed anything
     RUNS.clear()
 
-    async def after(http, desk):
+    async def after(http, dispatcher):
         keys = {"done": "s", "begun": "s", "new": "s", "other": "t"}
         calls = [post(http, "/call", name="collect", arguments={"coins": 5}, key=k, session=s) for k, s in keys.items()]
         return [answer.json() for answer in await asyncio.gather(*calls)]
@@ -526,11 +526,11 @@ def test_a_server_started_anew_neither_runs_again_nor_pretends(tmp_path):
 
 
 def test_a_server_that_is_about_to_stop_takes_no_more_and_finishes_what_it_has():
-    async def play(http, desk):
+    async def play(http, dispatcher):
         running = asyncio.ensure_future(post(http, "/call", name="nap", arguments={"seconds": 0.2}))
         while not RUNS:
             await asyncio.sleep(0.001)
-        draining = asyncio.ensure_future(desk.drain(5))
+        draining = asyncio.ensure_future(dispatcher.drain(5))
         await asyncio.sleep(0.01)
         refused = await post(http, "/call", name="nap", arguments={"seconds": 0})
         health = (await http.get("/health")).json()["status"]
@@ -543,7 +543,7 @@ def test_a_server_that_is_about_to_stop_takes_no_more_and_finishes_what_it_has()
 def test_it_grants_a_rate_limit_to_all_who_ask_by_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr("arborl.tools.core.rate_limit.default_limit_dir", lambda: tmp_path)
 
-    async def play(http, desk):
+    async def play(http, dispatcher):
         asks = [post(http, "/limit", name="x", per_minute=60, burst=2, timeout=2.5) for _ in range(6)]
         answers = await asyncio.gather(*asks)
         other = await post(http, "/limit", name="x", per_minute=600)
@@ -559,7 +559,7 @@ def test_limits_that_owe_nothing_leave_no_file_behind(tmp_path, monkeypatch):
     """One that has granted ahead is kept: a server started anew must not grant it again."""
     monkeypatch.setattr("arborl.tools.core.rate_limit.default_limit_dir", lambda: tmp_path)
 
-    async def play(http, desk):
+    async def play(http, dispatcher):
         for name in "abc":
             await post(http, "/limit", name=name, per_minute=1e9)
         return (await post(http, "/limit", name="slow", per_minute=1, burst=1)).json()["granted"]
@@ -567,7 +567,7 @@ def test_limits_that_owe_nothing_leave_no_file_behind(tmp_path, monkeypatch):
     assert serving(play)
     assert len(list(tmp_path.glob("*.limit"))) == 1
 
-    async def again(http, desk):
+    async def again(http, dispatcher):
         return (await post(http, "/limit", name="slow", per_minute=1, burst=1, timeout=0.1)).json()["granted"]
 
     assert not serving(again)
@@ -577,7 +577,7 @@ def test_limits_beyond_the_most_take_the_place_of_those_that_owe_nothing(tmp_pat
     monkeypatch.setattr("arborl.tools.core.rate_limit.default_limit_dir", lambda: tmp_path)
     monkeypatch.setattr("arborl.tools.remote.tool_server.MAX_RATE_LIMITS", 3)
 
-    async def play(http, desk):
+    async def play(http, dispatcher):
         return [(await post(http, "/limit", name=f"n{i}", per_minute=1e9)).status_code for i in range(10)]
 
     assert serving(play) == [200] * 10

@@ -146,7 +146,7 @@ def test_even_exit_and_stop_iteration_cost_no_more_than_the_call(raised):
     assert run(leaves, {}).kind == "exception"
 
 
-def test_a_plain_tool_that_hangs_is_left_behind_and_holds_up_nobody():
+def test_a_hanging_synchronous_tool_is_abandoned_and_blocks_no_other():
     @tool(timeout=0.05)
     def slow():
         time.sleep(60)

@@ -16,38 +16,38 @@ from arborl.track.tracker import RunStart, Trackers
 from arborl.types import Episode, Task
 
 
-class Kept:
-    """Remembers what it was told, and by whom."""
+class RecordingTracker:
+    """Records calls and the threads that made them."""
 
     def __init__(self):
-        self.told, self.threads = [], set()
+        self.calls, self.threads = [], set()
 
     def log(self, metrics, step):
-        self.told.append(("log", step, metrics))
+        self.calls.append(("log", step, metrics))
         self.threads.add(threading.current_thread().name)
 
     def close(self):
-        self.told.append(("close",))
+        self.calls.append(("close",))
 
 
-class Whole(Kept):
+class Whole(RecordingTracker):
     """Has every method there is."""
 
     def begin(self, run):
-        self.told.append(("begin", run.name, run.step))
+        self.calls.append(("begin", run.name, run.step))
         run.config["seed"]["x"] = 99
 
     def episodes(self, episodes, step, kind):
-        self.told.append(("episodes", len(episodes), step, kind))
+        self.calls.append(("episodes", len(episodes), step, kind))
 
     def picture(self, path, step, kind):
-        self.told.append(("picture", path.name, step, kind))
+        self.calls.append(("picture", path.name, step, kind))
 
     def finish(self, summary, state):
-        self.told.append(("finish", summary, state))
+        self.calls.append(("finish", summary, state))
 
 
-class Breaks(Kept):
+class Breaks(RecordingTracker):
     def log(self, metrics, step):
         super().log(metrics, step)
         raise SystemExit("you are not logged in\nrun login")
@@ -65,13 +65,13 @@ def follow(trackers, tmp_path):
 
 
 def test_everything_arrives_in_order_in_a_thread_of_its_own(tmp_path):
-    whole, plain = Whole(), Kept()
+    whole, plain = Whole(), RecordingTracker()
     follow(Trackers([BackgroundTracker("whole", lambda: whole), BackgroundTracker("plain", lambda: plain)]), tmp_path)
-    assert whole.told == [
+    assert whole.calls == [
         ("begin", "run-001", 3), ("log", 4, {"a": 1.0}), ("episodes", 16, 4, "train"), ("picture", "x.gif", 4, "train"),
         ("finish", {"steps": 4}, "finished"), ("close",),
     ]  # fmt: skip
-    assert plain.told == [("log", 4, {"a": 1.0}), ("close",)]  # what it does not have is not called
+    assert plain.calls == [("log", 4, {"a": 1.0}), ("close",)]  # what it does not have is not called
     assert whole.threads == {"tracker whole"}
 
 
@@ -91,7 +91,7 @@ def test_one_that_breaks_also_by_ending_the_process_is_reported_once_and_closed(
     aside.thread.join(40)
     aside.log({}, 6)
     aside.close()
-    assert [[row[0] for row in one.told] for one in made] == [["log", "close"]] * len(made)
+    assert [[row[0] for row in one.calls] for one in made] == [["log", "close"]] * len(made)
     expected = f"the tracker broken failed ({cause}) and is dropped; the run continues"
     assert [record.message for record in caplog.records] == [expected]
 
@@ -99,7 +99,7 @@ def test_one_that_breaks_also_by_ending_the_process_is_reported_once_and_closed(
 def test_one_that_hangs_holds_up_neither_the_steps_nor_the_end(caplog):
     stuck = threading.Event()
 
-    class Hangs(Kept):
+    class Hangs(RecordingTracker):
         def log(self, metrics, step):
             stuck.wait(300)
 
@@ -138,7 +138,7 @@ def test_one_that_hangs_holds_up_neither_the_steps_nor_the_end(caplog):
         ),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_made(settings, says, monkeypatch, tmp_path):
+def test_wrong_settings_are_reported_before_a_tracker_is_created(settings, says, monkeypatch, tmp_path):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=says):
@@ -160,7 +160,7 @@ def test_one_that_breaks_even_by_ending_the_process_is_named_once_and_closed(cap
     aside.thread.join(40)
     aside.log({}, 6)
     aside.close()
-    assert [row[0] for row in broken.told] == ["log", "close"]
+    assert [row[0] for row in broken.calls] == ["log", "close"]
     assert [record.message for record in caplog.records] == [
         "the tracker broken failed (log: SystemExit: you are not logged in) and is dropped; the run continues"
     ]

@@ -21,10 +21,10 @@ BAD = '<tool_call>{"name": "broken", "arguments": {"expression": "1"}}</tool_cal
 
 
 class Followed:
-    """What a run left, and what was heard of it."""
+    """The folder, spans and console output of a run."""
 
-    def __init__(self, folder: Path, spans: list, said: str):
-        self.folder, self.spans, self.said = folder, spans, said
+    def __init__(self, folder: Path, spans: list, console: str):
+        self.folder, self.spans, self.console = folder, spans, console
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_configuration_table_and_curve_are_on_wandb_too(followed):
 
 
 def test_a_tracker_of_ones_own_hears_it_all_and_one_that_breaks_does_not_matter(followed):
-    assert followed.said.splitlines() == [
+    assert followed.console.splitlines() == [
         "begin 0 ***", "episodes 0 evaluation 2", "log 0", "episodes 1 train 4", "log 1", "log 2",
         "episodes 2 evaluation 2", "log 2", "picture 2 curve curve.png", "finish 2 finished", "close",
         "begin 2 ***", "log 3", "episodes 3 evaluation 2", "log 3", "picture 3 curve curve.png", "finish 3 finished",
@@ -132,18 +132,18 @@ def test_a_tracker_of_ones_own_hears_it_all_and_one_that_breaks_does_not_matter(
     ]  # fmt: skip
 
 
-def test_the_log_has_what_the_console_said_and_more_and_goes_on_after_a_resume(followed):
+def test_the_log_contains_the_console_output_and_more_and_continues_after_a_resume(followed):
     text = (followed.folder / "run.log").read_text()
     lines = text.splitlines()
     assert all(line[:2] == "20" and line.split()[1] in ("DEBUG", "INFO", "WARNING", "ERROR") for line in lines)
-    for said in (
+    for expected in (
         "step   1/2  reward",
         "step   3/3  reward",
         "Resumes from step 2",
         "held-out tasks, with 95 %",
         "saved",
     ):
-        assert said in text, said
+        assert expected in text, expected
     assert text.count("process ") == 2  # two lives
     assert (
         "WARNING arborl.track.background_tracker: the tracker Grumpy failed "
@@ -152,9 +152,9 @@ def test_the_log_has_what_the_console_said_and_more_and_goes_on_after_a_resume(f
 
 
 def test_no_file_of_the_run_holds_a_secret(followed):
-    told = [path for path in followed.folder.parent.rglob("*") if path.is_file()]
-    assert len(told) > 20
-    for path in told:
+    files = [path for path in followed.folder.parent.rglob("*") if path.is_file()]
+    assert len(files) > 20
+    for path in files:
         content = path.read_bytes()
         assert SECRET.encode() not in content, path
         assert b"another-secret-456" not in content, path
@@ -175,13 +175,13 @@ def test_spans_are_nested_and_say_what_they_are_of(followed):
         assert {spans[span.parent.span_id].name for span in named[name]} == {outer}
     assert {spans[span.parent.span_id].name for span in named["arborl.episode"]} == {"arborl.step", "arborl.evaluation"}
     for span in named["arborl.episode"]:
-        told = dict(span.attributes)
-        assert told["arborl.run"] == "run"
-        assert told["arborl.stop"] == "done"
-        assert told["arborl.reward"] in (0.0, 1.0)
-        assert told["arborl.episode"].count("#") == 1
+        attributes = dict(span.attributes)
+        assert attributes["arborl.run"] == "run"
+        assert attributes["arborl.stop"] == "done"
+        assert attributes["arborl.reward"] in (0.0, 1.0)
+        assert attributes["arborl.episode"].count("#") == 1
         outer = spans[span.parent.span_id]
-        assert told.get("arborl.step") == outer.attributes.get("arborl.step")
+        assert attributes.get("arborl.step") == outer.attributes.get("arborl.step")
         assert outer.start_time <= span.start_time <= span.end_time <= outer.end_time
     for call in named["chat"]:
         assert call.attributes["gen_ai.usage.input_tokens"] > call.attributes["gen_ai.usage.output_tokens"] > 0

@@ -19,7 +19,7 @@ from arborl.errors import ConfigError
 from arborl.track import Console, table_before_after
 from arborl.track.run_log import OURS, RunLog, _stderr_handler, show_level
 
-ours = logging.getLogger("arborl.some.room")
+ours = logging.getLogger("arborl.some.module")
 
 
 @pytest.fixture(autouse=True)
@@ -56,19 +56,19 @@ def test_the_file_has_more_than_the_terminal_which_shows_what_it_always_did(tmp_
     assert capsys.readouterr().err.splitlines() == ["before", "a warning", "of theirs", "after"]
     lines = (tmp_path / "run.log").read_text().splitlines()
     assert [line.split(maxsplit=1)[1] for line in lines[2:]] == [
-        "INFO    arborl.some.room: a detail",
-        "WARNING arborl.some.room: a warning",
+        "INFO    arborl.some.module: a detail",
+        "WARNING arborl.some.module: a warning",
         "WARNING other.library: of theirs",
     ]
 
 
 def test_handlers_of_the_users_own_get_what_they_would_have_got(tmp_path):
-    said = io.StringIO()
-    logging.root.addHandler(logging.StreamHandler(said))
+    stream = io.StringIO()
+    logging.root.addHandler(logging.StreamHandler(stream))
     with RunLog(tmp_path / "run.log"):
         ours.info("a detail")
         ours.warning("a warning")
-    assert said.getvalue() == "a warning\n"
+    assert stream.getvalue() == "a warning\n"
 
 
 def test_it_goes_on_where_an_earlier_life_ended_and_says_how_each_did(tmp_path):
@@ -112,7 +112,7 @@ def test_what_a_live_display_shows_in_another_form_is_there_as_plain_lines(tmp_p
     assert "\x1b" not in text
 
 
-def test_two_runs_of_one_process_leave_the_logging_as_it_was_whoever_ends_first(tmp_path, capsys):
+def test_two_runs_of_one_process_restore_logging_in_any_order_of_their_ends(tmp_path, capsys):
     one, two = RunLog(tmp_path / "one.log"), RunLog(tmp_path / "two.log")
     with bare():
         one.__enter__()
@@ -155,8 +155,8 @@ def test_a_level_decides_what_the_terminal_shows_and_debug_goes_to_the_file_too(
     show_level("debug")
     with RunLog(tmp_path / "run.log"):
         ours.debug("all of it")
-    assert capsys.readouterr().err == "DEBUG arborl.some.room: all of it\n"
-    assert "DEBUG   arborl.some.room: all of it" in (tmp_path / "run.log").read_text()
+    assert capsys.readouterr().err == "DEBUG arborl.some.module: all of it\n"
+    assert "DEBUG   arborl.some.module: all of it" in (tmp_path / "run.log").read_text()
     show_level("error")
     assert logging.root.handlers.count(_stderr_handler) == 1
     with RunLog(tmp_path / "quiet.log"):
@@ -186,7 +186,7 @@ def test_debugging_shows_where_an_error_comes_from(value, traces, monkeypatch):
     assert (OURS.level == logging.DEBUG) == traces
 
 
-def test_a_server_that_takes_no_spans_is_told_of_once_and_holds_nothing_up(monkeypatch, caplog):
+def test_a_server_that_refuses_spans_is_logged_once_and_delays_nothing(monkeypatch, caplog):
     from arborl.spans import span
     from arborl.track import tracing
 

@@ -25,8 +25,8 @@ def test_what_goes_on_at_the_same_time_has_lines_of_its_own_and_a_free_one_is_us
     path = tmp_path / "timeline.json"
 
     async def one(seconds):
-        with span("arborl.episode") as told:
-            told.note(arborl__turns=3)
+        with span("arborl.episode") as episode_span:
+            episode_span.note(arborl__turns=3)
             await asyncio.sleep(seconds)
 
     async def several():

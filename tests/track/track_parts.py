@@ -13,7 +13,7 @@ class NoTracker:
 
 
 class Mine:
-    """Writes what it is told, a line each."""
+    """Writes one line per call."""
 
     def __init__(self, path: str = "mine.txt"):
         self.path = Path(path)

@@ -59,7 +59,7 @@ def test_a_run_stops_after_the_first_evaluation_with_one_message(tmp_path, caplo
     assert first.startswith(f'  File "{__file__}"')
     assert message.count("Traceback") == 1
     assert "arborl env check" in message
-    assert stopped.value.__context__ is None  # nothing of ours is told before it
+    assert stopped.value.__context__ is None  # no exception of the framework is printed before it
     assert caplog.text.count("thin ice") == 1  # and not once an episode
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["stopped"]
@@ -169,7 +169,7 @@ def test_a_traceback_of_another_process_is_kept():
     )
     assert trim_traceback(ours + theirs) == theirs.strip()
     assert trim_traceback(ours) == ours.strip()  # better than nothing
-    checked = ours.replace(arborl.__file__, recorder.__file__)  # our check of what somebody's code returned
+    checked = ours.replace(arborl.__file__, recorder.__file__)  # our check of a value that user code returned
     assert trim_traceback(checked) == "ValueError: ice"
     chained = theirs + "\nThe above exception was the direct cause of the following exception:\n\n" + ours
     assert trim_traceback(chained) == theirs.strip()

@@ -110,13 +110,13 @@ def padded(episodes) -> dict[str, torch.Tensor]:
     width = max(map(len, rows))
     ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
     there = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
-    said = torch.tensor(
+    completion_mask = torch.tensor(
         [
             [0] * len(c.prompt) + [1] * (len(r) - len(c.prompt)) + [0] * (width - len(r))
             for c, r in zip(calls, rows, strict=True)
         ]
     )
-    return {"input_ids": ids, "attention_mask": there, "completion_mask": said}
+    return {"input_ids": ids, "attention_mask": there, "completion_mask": completion_mask}
 
 
 def trainer(models, head, **more) -> SimpleNamespace:
@@ -158,8 +158,8 @@ def test_loss_and_gradients_of_given_pairs_equal_trls(models, seedling, name, th
 @HEADS
 def test_loss_and_gradients_of_given_labels_equal_trls_reference_point_included(models, seedling, head):
     groups, metrics, gradients = ours(models, seedling[1], LABELS, "kto", beta=0.3)
-    own, strangers = padded([g.episodes[0] for g in groups]), padded([g.episodes[1] for g in groups])
-    inputs = own | {f"KL_{key}": value for key, value in strangers.items()}
+    own, mismatched = padded([g.episodes[0] for g in groups]), padded([g.episodes[1] for g in groups])
+    inputs = own | {f"KL_{key}": value for key, value in mismatched.items()}
     inputs["label"] = torch.tensor([row["label"] for row in LABELS])
     stand_in = trainer(
         models, head, calculate_KL=True, loss_type="kto", beta=0.3, desirable_weight=1.0, undesirable_weight=1.0
@@ -169,10 +169,10 @@ def test_loss_and_gradients_of_given_labels_equal_trls_reference_point_included(
     assert_same(metrics, gradients, models, loss)
 
 
-def test_strangers_are_the_completions_of_the_rows_before_as_trls_are(seedling):
+def test_kl_completions_are_those_of_the_preceding_rows_as_in_trl(seedling):
     reader = OfflineRowReader("rows", kind="labels")
     tasks = [reader.task(row, "row") for row in LABELS]
     groups = OfflineEpisodes(seedling[1], 1024, with_mismatched=True).groups(tasks)
-    said = [group.episodes[0].calls[0].completion.tokens for group in groups]
-    assert [group.episodes[1].calls[0].completion.tokens for group in groups] == said[-1:] + said[:-1]
+    completions = [group.episodes[0].calls[0].completion.tokens for group in groups]
+    assert [group.episodes[1].calls[0].completion.tokens for group in groups] == completions[-1:] + completions[:-1]
     assert [group.episodes[1].calls[0].prompt for group in groups] == [g.episodes[0].calls[0].prompt for g in groups]

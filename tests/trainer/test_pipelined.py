@@ -191,16 +191,16 @@ def test_tokens_sampled_during_an_update_carry_the_right_policy_version(more):
     assert beside[0] > 0
     model = parts.engine.model
     for call in kept:
-        said = call.completion
-        for version in {*said.versions, said.version}:
+        completion = call.completion
+        for version in {*completion.versions, completion.version}:
             model.load_state_dict(given[version], strict=False)
-            read = torch.tensor([*call.prompt, *said.tokens[:-1]])
+            read = torch.tensor([*call.prompt, *completion.tokens[:-1]])
             with torch.no_grad():
                 hidden = library_hidden_states(model, read, torch.arange(len(read)), CausalAttention())
                 found = logits(model, hidden[len(call.prompt) - 1 :])
-            scores = found.log_softmax(-1).gather(1, torch.tensor(said.tokens)[:, None])[:, 0]
-            mine = np.array(said.versions or [version] * len(said.tokens)) == version
-            np.testing.assert_allclose(scores.numpy()[mine], np.array(said.logprobs)[mine], atol=1e-4)
+            scores = found.log_softmax(-1).gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+            mine = np.array(completion.versions or [version] * len(completion.tokens)) == version
+            np.testing.assert_allclose(scores.numpy()[mine], np.array(completion.logprobs)[mine], atol=1e-4)
 
 
 def test_learner_and_engine_share_the_threads_while_both_compute():

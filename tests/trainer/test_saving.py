@@ -21,15 +21,15 @@ class Learner:
         self.weights, self.live = 0, False
         self.gate = threading.Event()
         self.gate.set()
-        self.room = threading.Event()
-        self.room.set()
+        self.memory_reserved = threading.Event()
+        self.memory_reserved.set()
         self.error: Exception | None = None
         self.reserved = 0
         self.at_once = self.most = 0
 
     def reserve(self):
         self.reserved += 1
-        return lambda: self.room.wait(30)
+        return lambda: self.memory_reserved.wait(30)
 
     def snapshot(self):
         weights = self.weights
@@ -196,11 +196,11 @@ def test_the_last_step_is_saved_and_memory_is_reserved_once(make, tmp_path):
 def test_a_checkpoint_waits_for_its_memory_and_the_run_does_not(make, tmp_path, monkeypatch):
     monkeypatch.setattr("arborl.trainer.hooks.RESERVE_SECONDS", 0.01)
     save, trainer = make(every=2), Trainer()
-    trainer.learner.room.clear()
+    trainer.learner.memory_reserved.clear()
     for _ in range(3):
         trainer.train(save)
     assert save.written is None
-    trainer.learner.room.set()
+    trainer.learner.memory_reserved.set()
     save.background.wait()
     trainer.train(save)
     trainer.train(save)
@@ -211,8 +211,8 @@ def test_a_checkpoint_waits_for_its_memory_and_the_run_does_not(make, tmp_path, 
 def test_the_last_step_waits_for_its_memory(make, tmp_path, monkeypatch):
     monkeypatch.setattr("arborl.trainer.hooks.RESERVE_SECONDS", 0.01)
     save, trainer = make(every=10), Trainer(num_steps=2)
-    trainer.learner.room.clear()
-    threading.Timer(0.1, trainer.learner.room.set).start()
+    trainer.learner.memory_reserved.clear()
+    threading.Timer(0.1, trainer.learner.memory_reserved.set).start()
     trainer.train(save)
     trainer.train(save)
     save.finish()

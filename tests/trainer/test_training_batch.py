@@ -23,8 +23,10 @@ def group(number: int, *rewards: float) -> Group:
     task = Task(f"task-{number}")
 
     def episode(place: int, reward: float) -> Episode:
-        said = Completion((7 + place, 9, 11), (-1.0, -2.0, -3.0), FinishReason.STOP)
-        return Episode(f"{task.id}/{place}", task, calls=[Call((1, 2, 3 + number), said, 0)], rewards={"r": reward})
+        completion = Completion((7 + place, 9, 11), (-1.0, -2.0, -3.0), FinishReason.STOP)
+        return Episode(
+            f"{task.id}/{place}", task, calls=[Call((1, 2, 3 + number), completion, 0)], rewards={"r": reward}
+        )
 
     return Group(task, [episode(place, reward) for place, reward in enumerate(rewards)])
 
@@ -96,7 +98,7 @@ def test_a_truncated_episode_is_bootstrapped_with_the_value_of_the_next_position
     task = Task("t")
 
     def groups(more: tuple[int, ...]) -> list[Group]:
-        said = [(7, 9), (7, 9, 11), (8,), (7, 9), (5, 5)]
+        replies = [(7, 9), (7, 9, 11), (8,), (7, 9), (5, 5)]
         stops = [
             StopReason.MAX_TURNS,
             StopReason.CONTEXT_FULL,
@@ -105,7 +107,7 @@ def test_a_truncated_episode_is_bootstrapped_with_the_value_of_the_next_position
             StopReason.MAX_TURNS,
         ]
         made = []
-        for number, (tokens, stop) in enumerate(zip(said, stops, strict=True)):
+        for number, (tokens, stop) in enumerate(zip(replies, stops, strict=True)):
             longer = (*tokens, *more) if stop is not StopReason.DONE else tokens
             call = Call((1, 2, 3), Completion(longer, (-1.0,) * len(longer), FinishReason.STOP), 0)
             made.append(Episode(f"{number}", task, calls=[call], stop=stop, rewards={"r": float(number)}))
@@ -117,7 +119,7 @@ def test_a_truncated_episode_is_bootstrapped_with_the_value_of_the_next_position
     expected = [longer.value[np.flatnonzero(longer.episode == n)[-1]] for n in (0, 1, 3, 4)]
     np.testing.assert_allclose(terms.after[cut], expected, rtol=1e-9)
     assert np.isnan(np.delete(terms.after, cut)).all()
-    assert len(set(np.round(terms.after[cut], 9))) == 3  # 0 and 3 said the same
+    assert len(set(np.round(terms.after[cut], 9))) == 3  # episodes 0 and 3 have the same tokens
     assert not np.isclose(terms.after[cut], terms.value[cut]).any()
     credited = algorithm.credit(groups(()), terms)
     assert credited.target[cut] == pytest.approx([r + v for r, v in zip((0.0, 1.0, 3.0, 4.0), expected, strict=True)])

@@ -1,4 +1,4 @@
-"""How long a run is when that is said in passes over its rows, and how its policy is measured."""
+"""The length of a run in passes over its rows, and the evaluation of its policy."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_without_the_first_measurement_the_others_are_as_ever(rows, tmp_path):
     assert done.summary["after"]["tasks"] == 2
 
 
-def test_evaluation_draws_as_it_is_told_and_else_as_training_does(rows):
+def test_evaluation_uses_its_own_sampling_settings_and_else_those_of_training(rows):
     words = [f"data.path={rows}", "sampling.top_k=7", "sampling.temperature=0.5", "evaluation.tasks=2"]
     own = [
         "evaluation.sampling.top_p=0.9",

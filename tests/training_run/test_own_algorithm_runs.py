@@ -54,7 +54,7 @@ def test_the_configuration_names_them_and_a_run_goes_on_from_the_command_line(ou
     done = CliRunner().invoke(app, ["train", "--resume", "latest", f"output_dir={cut}"])
     assert done.exit_code == 0, done.output
     assert weights(cut, 2) == weights(theirs, 2)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))  # somebody else's
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))  # another user's
     output = CliRunner().invoke(app, ["train", "--resume", "latest", f"output_dir={cut}", "trainer.steps=3"])
     assert output.exit_code == 2
     assert "parts_of_mine:grpo_again" in output.output
@@ -71,7 +71,7 @@ def test_the_configuration_names_them_and_a_run_goes_on_from_the_command_line(ou
         (["algorithm.advantage=parts_of_mine:grpo_again", "learner.critic=shared"], "the advantage uses no values"),
     ],
 )
-def test_what_is_wrong_with_ones_own_is_said_before_the_first_rollout(tmp_path, words, complaint):
+def test_errors_of_a_custom_algorithm_are_reported_before_the_first_rollout(tmp_path, words, complaint):
     done = CliRunner().invoke(app, ["train", f"output_dir={tmp_path / 'run'}", *words])
     assert done.exit_code == 2, done.output
     assert complaint in done.output

@@ -84,7 +84,7 @@ def test_the_former_configuration_and_summary_stay_beside_the_new_ones(run):
     assert json.loads((run / "summary.json").read_text())["steps"] == 3
 
 
-def test_what_held_out_numbers_depend_on_is_said_to_have_changed(run, capsys):
+def test_a_change_of_settings_that_affect_evaluation_is_reported(run, capsys):
     again(run, "trainer.steps=3", "env.args.size=4")
     assert "evaluation before training has the former settings" in capsys.readouterr().out
 

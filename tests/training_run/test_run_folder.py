@@ -1,4 +1,4 @@
-"""A run's folder belongs to one process; what is in its way is said in one line, and nothing is left behind."""
+"""A run's folder belongs to one process; conflicts give a one-line error and leave no files."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ import pathlib, sys, time, arborl
 folder = pathlib.Path(sys.argv[2])
 
 def judge(episode):
-    (folder / f"asked-{episode.seed}").touch()
+    (folder / f"called-{episode.seed}").touch()
     time.sleep(600)
 
 async def holding(episode):
@@ -119,7 +119,7 @@ def stopped(tmp_path, reward: str, requested: int, settings: str = "{}") -> tupl
     script = tmp_path / "blocked.py"
     script.write_text(BLOCKED)
     run = Forked([str(script), reward, str(tmp_path), settings])
-    while len(list(tmp_path.glob("asked*"))) < requested:
+    while len(list(tmp_path.glob("called*"))) < requested:
         assert run.poll() is None, run.communicate()
         time.sleep(0.05)
     run.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""A configuration is code: what a folder of somebody else's names is imported only when told to."""
+"""A configuration can name code: code named by another user's run folder is imported only with `--trust`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_run_of_ones_own_needs_no_word_wherever_it_is_moved(run):
     assert ((run.parent / "state" / "arborl" / "key").stat().st_mode & 0o777) == 0o600
 
 
-def test_a_run_of_somebody_elses_is_named_and_refused_until_trusted(run, monkeypatch):
+def test_another_users_run_is_refused_with_its_imports_until_trusted(run, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(run.parent / "another"))
     for words in (["evaluate", str(run)], ["evaluate", str(run / "checkpoints" / "step-000001")],
                   ["train", "--resume", str(run)]):  # fmt: skip
@@ -49,7 +49,7 @@ def test_a_run_of_somebody_elses_is_named_and_refused_until_trusted(run, monkeyp
     assert invoke("train", "--resume", str(run), "--trust", "trainer.steps=1").exit_code == 0
 
 
-def test_a_run_of_ones_own_that_somebody_changed_is_refused(run):
+def test_an_own_run_with_a_modified_configuration_is_refused(run):
     mark = run.parent / "mark"
     text = (run / "config.yaml").read_text()
     evil = {"name": "subprocess:getoutput", "args": {"cmd": f"touch {mark}"}}
@@ -142,7 +142,7 @@ def test_ones_own_parts_may_be_called_and_made_as_they_like(tmp_path, monkeypatc
     assert load("calendar_of_mine:small")().size == 3
 
 
-def test_a_tracker_that_a_folder_names_is_code_and_what_a_service_is_told_is_not():
+def test_a_tracker_class_of_a_folder_counts_as_code_and_arguments_of_a_service_do_not():
     given = from_kwargs(
         track={
             "trackers": [

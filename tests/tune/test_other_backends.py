@@ -78,7 +78,7 @@ def test_a_sweep_is_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "early_terminate" not in sweep_of(StudyPlan(SPACE, 3, tmp_path, pruning=False))
 
 
-def test_sweeps_need_somebody_who_is_logged_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweeps_need_a_logged_in_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     with pytest.raises(ConfigError, match=r"no user is logged in\. Write `wandb login`"):
         WandbBackend(FakeWandb(known=False))

@@ -44,7 +44,7 @@ def test_a_trial_is_the_run_with_its_parameters_and_nothing_else_that_matters() 
     assert (config.evaluation.before, config.evaluation.greedy, config.track.gifs) == (False, False, 0)
 
 
-def test_what_was_asked_for_in_so_many_words_stays(tmp_path: Path) -> None:
+def test_explicit_settings_are_kept(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("track: {gifs: 2}\nevaluation.before: true\ntrainer: {keep: 5}\n")
     config = RunObjective.of(file, ["evaluation.greedy=true", "evaluation.every=3"]).config({"learner.lr": 1e-3})
@@ -52,7 +52,7 @@ def test_what_was_asked_for_in_so_many_words_stays(tmp_path: Path) -> None:
     assert (config.evaluation.greedy, config.evaluation.every) == (True, 3)
 
 
-def test_words_of_the_conversational_door_are_keys() -> None:
+def test_names_of_the_conversational_api_are_keys() -> None:
     config = objective().config({"learning_rate": 1e-3, "clip_range": 0.1, "kl_penalty": 0.02, "temperature": 0.7})
     assert (config.learner.lr, config.algorithm.clip_low, config.algorithm.clip_high) == (1e-3, 0.1, 0.1)
     assert (config.algorithm.kl.coef, config.sampling.temperature) == (0.02, 0.7)
@@ -81,15 +81,15 @@ def test_the_settings_as_they_are_say_what_they_can() -> None:
     ],
 )
 def test_every_trial_plays_as_many_episodes(params: dict[str, Any], expected: tuple[float, int, int]) -> None:
-    asked = objective()
+    run_objective = objective()
     steps, tasks, size = expected
     if steps != int(steps):
         with pytest.raises(ConfigError, match="3840 episodes of a run cannot be divided by 512"):
-            asked.config(params)
+            run_objective.config(params)
         return
-    config = asked.config(params)
+    config = run_objective.config(params)
     assert (config.trainer.steps, config.rollout.tasks_per_step, config.rollout.group_size) == (steps, tasks, size)
-    assert episodes(config) == episodes(asked.base) == 3840
+    assert episodes(config) == episodes(run_objective.base) == 3840
 
 
 def test_a_budget_that_is_free_is_left_alone() -> None:
@@ -98,23 +98,23 @@ def test_a_budget_that_is_free_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "params", "said"),
+    ("settings", "params", "message"),
     [
         ([], {"rollout.group_size": 3}, "the 128 episodes of a step cannot be divided by 3"),
         ([], {"trainer.steps": 60}, "trainer.steps and trainer.epochs are the cost of a trial"),
         (["trainer.epochs=2"], {"rollout.group_size": 4}, "Write trainer.steps, or write --budget free"),
     ],
 )
-def test_a_budget_that_cannot_be_held_is_refused(settings: list[str], params: dict[str, Any], said: str) -> None:
+def test_a_budget_that_cannot_be_held_is_refused(settings: list[str], params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         objective(*settings, pruning=False).config(params)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_trials_are_measured_at_the_same_numbers_of_episodes() -> None:
-    asked = objective()
+    run_objective = objective()
     for params in ({}, {"rollout.group_size": 4}, {"rollout.tasks_per_step": 8}):
-        config = asked.config(params)
+        config = run_objective.config(params)
         per_step = config.rollout.tasks_per_step * config.rollout.group_size
         assert config.evaluation.every * per_step == 1024
 
@@ -123,7 +123,7 @@ def test_trials_are_measured_at_the_same_numbers_of_episodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("space", "said"),
+    ("space", "message"),
     [
         ({"learner.lrr": "log:1e-5:1e-2"}, "learner.lrr: unknown key. Did you mean 'learner.lr'?"),
         ({"learner.learning_rate": "log:1e-5:1"}, "learner.learning_rate: unknown key. Did you mean 'learner.lr'?"),
@@ -138,14 +138,14 @@ def test_trials_are_measured_at_the_same_numbers_of_episodes() -> None:
         ({"learning_rate": "log:1e-5:1", "learner.lr": [1, 2]}, "learner.lr and learning_rate both set learner.lr"),
     ],
 )
-def test_a_wrong_parameter_is_found_before_the_first_trial(space: dict[str, Any], said: str) -> None:
+def test_a_wrong_parameter_is_found_before_the_first_trial(space: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         objective().check(read_space(space))
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("settings", "more", "said"),
+    ("settings", "more", "message"),
     [
         ([], {"metric": "sucess"}, "metric=sucess: the run does not measure it. Did you mean 'success'?"),
         ([], {"metric": "loss"}, "It has: reward, success, greedy_reward, greedy_success."),
@@ -154,10 +154,10 @@ def test_a_wrong_parameter_is_found_before_the_first_trial(space: dict[str, Any]
         (["rollout.record=x.jsonl"], {}, "all trials would write there"),
     ],
 )
-def test_a_run_that_cannot_be_searched_is_refused(settings: list[str], more: dict[str, Any], said: str) -> None:
+def test_a_run_that_cannot_be_searched_is_refused(settings: list[str], more: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         objective(*settings, **more)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_held_out_tasks_must_be_there() -> None:
@@ -214,8 +214,8 @@ def arborl(*words: str, folder: Path) -> subprocess.Popen[str]:
 def test_a_study_of_runs_from_the_command_line(tmp_path: Path) -> None:
     """Two processes side by side on the embedded model; each leaves a run folder, and equal settings an equal value."""
     running = arborl("--trials", "2", "--jobs", "2", "--param", "learner.lr=6e-4,6.0001e-4", folder=tmp_path)
-    said, _ = running.communicate(timeout=120)
-    assert running.returncode == 0, said
+    output, _ = running.communicate(timeout=120)
+    assert running.returncode == 0, output
     summary = json.loads((tmp_path / "study" / "summary.json").read_text())
     assert [trial["state"] for trial in summary["trials"]] == ["done", "done"]
     for trial in summary["trials"]:
@@ -223,8 +223,8 @@ def test_a_study_of_runs_from_the_command_line(tmp_path: Path) -> None:
         assert json.loads((folder / "summary.json").read_text())["after"]["reward"] == trial["value"]
         measured = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in measured if "evaluation/reward" in row] == [1, 2, 3, 4]
-    assert "trial   0  reward" in said
-    assert "unchanged settings" in said
+    assert "trial   0  reward" in output
+    assert "unchanged settings" in output
     first = [json.loads((tmp_path / f"study/trials/00{n}/metrics.jsonl").read_text().splitlines()[0]) for n in (0, 1)]
     assert first[0]["reward/mean"] == first[1]["reward/mean"]  # the same weights, tasks and chance
 
@@ -244,8 +244,8 @@ def test_a_killed_study_of_runs_leaves_no_process_behind_and_goes_on(tmp_path: P
         time.sleep(0.1)
     assert not os.path.exists(f"/proc/{children[0]}")
     again = arborl("--trials", "2", "--param", "learner.lr=log:1e-4:1e-3", folder=tmp_path)
-    said, _ = again.communicate(timeout=120)
-    assert again.returncode == 0, said
+    output, _ = again.communicate(timeout=120)
+    assert again.returncode == 0, output
     trials = json.loads((tmp_path / "study" / "summary.json").read_text())["trials"]
     assert [trial["state"] for trial in trials] == ["done", "lost", "done"]
     assert trials[1]["params"] == trials[2]["params"]
@@ -265,7 +265,7 @@ class Stops:
 
 
 @pytest.mark.slow
-def test_a_trial_that_is_told_to_stop_ends_there(tmp_path: Path) -> None:
+def test_a_pruned_trial_ends_at_the_reported_step(tmp_path: Path) -> None:
     report = Stops(tmp_path / "trials" / "000")
     value = asyncio.run(objective(*TINY)({"learner.lr": 1e-3}, report))
     assert math.isnan(value)
@@ -281,7 +281,7 @@ def test_a_trial_whose_process_dies_says_where_to_look(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("after", "said"),
+    ("after", "expected"),
     [
         ({"reward": 0.5, "tasks": 4.0, "failed": 0.0}, {"has": ["failed", "reward", "tasks"]}),
         ({"success": 0.25, "tasks": 4.0, "failed": 0.0}, {"value": 0.25}),
@@ -289,17 +289,17 @@ def test_a_trial_whose_process_dies_says_where_to_look(tmp_path: Path, monkeypat
     ],
 )
 def test_a_run_says_its_number_or_why_there_is_none(
-    after: dict[str, float], said: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    after: dict[str, float], expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("arborl.training_run.train", lambda config, hooks: Run(Path(), {"after": after}))
     order = {"config": to_plain(load(None, [])), "metric": "success"}
-    assert run_trial._train(order, None) == said  # type: ignore[arg-type]
+    assert run_trial._train(order, None) == expected  # type: ignore[arg-type]
 
 
 def test_a_file_that_is_changed_ends_the_study(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("seed: 1\n")
-    asked = RunObjective.of(file, [])
+    run_objective = RunObjective.of(file, [])
     file.write_text("seed: 2\n")
     with pytest.raises(StudyError, match=r"run\.yaml changed while its study runs"):
-        asyncio.run(asked({}, Stops(tmp_path / "trials" / "000")))
+        asyncio.run(run_objective({}, Stops(tmp_path / "trials" / "000")))

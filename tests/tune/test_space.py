@@ -59,7 +59,7 @@ def test_a_value_lies_within_or_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"type": "uniform", "low": 2, "high": 1}, "x: low=2 must be below high=1. Write low=1, high=2."),
         ({"type": "uniform", "low": 1, "high": 1}, "x: low=1 must be below high=1. Write low=1, high=2."),
@@ -83,14 +83,14 @@ def test_a_value_lies_within_or_not() -> None:
         ("lgo:1:2", "x: 'lgo' is no kind of range. Did you mean 'log'?"),
     ],
 )
-def test_a_mistake_names_the_parameter_the_value_and_what_to_write(given: Any, said: str) -> None:
+def test_a_mistake_names_the_parameter_the_value_and_what_to_write(given: Any, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_space({"x": given})
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("learner.lr", "--param learner.lr: has no values. Write learner.lr=log:LOW:HIGH, or =A,B,C."),
         ("=4,8", "Write NAME=log:LOW:HIGH"),
@@ -99,10 +99,10 @@ def test_a_mistake_names_the_parameter_the_value_and_what_to_write(given: Any, s
         ("x=log:a:b", "x: low='a' must be a number"),
     ],
 )
-def test_a_mistake_on_the_command_line_says_what_to_write(text: str, said: str) -> None:
+def test_a_mistake_on_the_command_line_says_what_to_write(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_param(text)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_an_empty_space_is_refused() -> None:
@@ -115,7 +115,7 @@ def test_every_named_space_is_one_and_its_words_are_known(name: str) -> None:
     assert set(read_space(get_search_space(name))) <= set(KEYS)
 
 
-def test_a_named_space_may_be_changed_by_whoever_asked_for_it() -> None:
+def test_a_named_search_space_is_a_copy() -> None:
     mine = get_search_space("grpo")
     mine["num_generations"]["choices"].append(64)
     assert 64 not in get_search_space("grpo")["num_generations"]["choices"]

@@ -31,13 +31,13 @@ async def parabola(params: dict[str, Any], report: TrialReport) -> float:
     return -float((params.get("x", 9.0) - 2) ** 2)
 
 
-def study(asked: StudyPlan, objective: Any = parabola, **more: Any) -> HPOSummary:
-    return asyncio.run(search(asked, objective, **more))
+def study(study_plan: StudyPlan, objective: Any = parabola, **more: Any) -> HPOSummary:
+    return asyncio.run(search(study_plan, objective, **more))
 
 
-def trials_of(asked: StudyPlan) -> list[Trial]:
+def trials_of(study_plan: StudyPlan) -> list[Trial]:
     """The same without a summary and its pictures."""
-    return asyncio.run(OptunaBackend().run(asked, parabola, lambda trial: None))
+    return asyncio.run(OptunaBackend().run(study_plan, parabola, lambda trial: None))
 
 
 def process(folder: Path, *arguments: Any) -> subprocess.Popen[str]:
@@ -47,10 +47,10 @@ def process(folder: Path, *arguments: Any) -> subprocess.Popen[str]:
 
 def wait_for(running: subprocess.Popen[str], line: str) -> None:
     assert running.stdout is not None
-    for said in running.stdout:
-        if said.strip() == line:
+    for output_line in running.stdout:
+        if output_line.strip() == line:
             return
-    pytest.fail(f"never said {line!r}")
+    pytest.fail(f"never printed {line!r}")
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -61,15 +61,15 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_the_settings_as_they_are_come_first_and_are_compared_with(tmp_path: Path) -> None:
-    asked: list[dict[str, Any]] = []
+    tried_params: list[dict[str, Any]] = []
 
     async def objective(params: dict[str, Any], report: TrialReport) -> float:
-        asked.append(params)
+        tried_params.append(params)
         return await parabola(params, report)
 
     found = study(plan(tmp_path, 8), objective)
-    assert asked[0] == {}
-    assert len(asked) == 8
+    assert tried_params[0] == {}
+    assert len(tried_params) == 8
     assert found.trials[0].default
     assert found.trials[0].params == {"x": 9.0}
     assert found.default_reward == -49.0
@@ -82,7 +82,7 @@ def test_the_settings_as_they_are_come_first_and_are_compared_with(tmp_path: Pat
     assert (written["best_params"], written["default_reward"]) == (found.best_params, -49.0)
     keys = {"number", "params", "value", "state", "seconds", "folder", "reason", "default"}
     assert [set(row) for row in written["trials"]] == [keys] * 8
-    assert len(study(plan(tmp_path, 8), objective).trials) == len(asked) == 8  # a complete study tries nothing more
+    assert len(study(plan(tmp_path, 8), objective).trials) == len(tried_params) == 8  # a complete study tries no more
 
 
 def test_a_smaller_number_may_be_better(tmp_path: Path) -> None:
@@ -102,8 +102,8 @@ def test_the_search_gets_nearer(tmp_path: Path) -> None:
 
 
 def test_the_seed_decides_what_is_tried(tmp_path: Path) -> None:
-    asked = [plan(tmp_path / name, 6, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
-    one, again, other = ([trial.params for trial in trials_of(each)] for each in asked)
+    plans = [plan(tmp_path / name, 6, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
+    one, again, other = ([trial.params for trial in trials_of(each)] for each in plans)
     assert one == again
     assert one[1:] != other[1:]
 
@@ -119,7 +119,7 @@ def test_a_study_in_two_parts_is_the_study_in_one(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ what goes wrong
 
 
-def test_a_failed_trial_is_told_with_its_reason_and_never_wins(tmp_path: Path) -> None:
+def test_a_failed_trial_is_reported_with_its_reason_and_is_never_the_best(tmp_path: Path) -> None:
     """The unchanged settings fail too, so there is no gain."""
     broken = {0: ValueError("it broke\nbadly"), 3: SystemExit(3)}
     values = {1: float("nan"), 2: float("inf")}
@@ -155,7 +155,7 @@ def test_errors_of_all_trials_end_the_study(
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ({"trials": 0}, "trials=0 must be a whole number >= 1"),
         ({"trials": 2.5}, "trials=2.5 must be a whole number"),
@@ -163,10 +163,10 @@ def test_errors_of_all_trials_end_the_study(
         ({"direction": "maximise"}, "Did you mean 'maximize'?"),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused(tmp_path: Path, more: dict[str, Any], said: str) -> None:
+def test_a_plan_that_cannot_be_is_refused(tmp_path: Path, more: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         plan(tmp_path, **more)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_folder_with_another_study_is_refused_with_what_differs(tmp_path: Path) -> None:
@@ -174,13 +174,13 @@ def test_a_folder_with_another_study_is_refused_with_what_differs(tmp_path: Path
     other = plan(tmp_path, 2, space=read_space({"x": "uniform:-10:11", "y": [1, 2]}))
     with pytest.raises(ConfigError) as error:
         study(other, about={"config": {"seed": 1, "trainer.steps": 4}})
-    said = str(error.value)
-    assert "holds another study" in said
-    assert '"high": 10.0} there' in said
-    assert '"high": 11.0} here' in said
-    assert "space.y: nothing there" in said
-    assert "config.seed: 0 there, 1 here" in said
-    assert "trainer.steps" not in said
+    message = str(error.value)
+    assert "holds another study" in message
+    assert '"high": 10.0} there' in message
+    assert '"high": 11.0} here' in message
+    assert "space.y: nothing there" in message
+    assert "config.seed: 0 there, 1 here" in message
+    assert "trainer.steps" not in message
 
 
 def test_a_folder_with_other_things_and_an_unknown_backend_are_refused(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_the_settings_as_they_are_are_never_stopped(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ several at once
 
 
-def test_trials_run_at_once_as_many_as_asked_for(tmp_path: Path) -> None:
+def test_trials_run_concurrently_up_to_the_number_of_jobs(tmp_path: Path) -> None:
     running, most = 0, 0
 
     async def objective(params: dict[str, Any], report: TrialReport) -> float:
@@ -309,7 +309,7 @@ def test_two_processes_share_a_study_and_one_takes_over_what_the_other_leaves(tm
 
 
 @pytest.mark.slow
-def test_two_processes_that_begin_at_once_try_no_more_than_asked(tmp_path: Path) -> None:
+def test_two_processes_that_start_together_run_no_more_than_the_requested_trials(tmp_path: Path) -> None:
     both = [process(tmp_path, 5, 0.1) for _ in range(2)]
     assert [one.wait(200) for one in both] == [0, 0]
     trials = rows(tmp_path)
@@ -361,7 +361,7 @@ def test_an_interrupted_trial_is_tried_again(tmp_path: Path) -> None:
     assert list(states.values()).count("lost") == 1
 
 
-def test_trials_are_told_as_they_end(tmp_path: Path) -> None:
+def test_trials_are_reported_when_they_end(tmp_path: Path) -> None:
     heard: list[Trial] = []
     found = study(plan(tmp_path, 3), tell=heard.append)
     assert heard == list(found.trials)

@@ -59,7 +59,7 @@ def test_hostile_names_and_settings_are_text(runs, tmp_path):
     assert "<script>" not in write_comparison(runs, tmp_path / "all.html").read_text()
 
 
-def test_what_cannot_be_compared_is_said(runs, tmp_path):
+def test_runs_that_cannot_be_compared_raise_an_error(runs, tmp_path):
     with pytest.raises(ConfigError, match="is no run folder"):
         settings_of([runs[0], tmp_path])
     with pytest.raises(ConfigError, match="twice"):

@@ -1,4 +1,4 @@
-"""A stranger's run folder in the viewer and in reports: it changes nothing, blocks nothing, and hurts no other run."""
+"""A hostile run folder in the viewer and in reports: it changes nothing, blocks nothing, and hurts no other run."""
 
 from __future__ import annotations
 
@@ -217,11 +217,11 @@ def test_report_writes_through_no_link(runs, tmp_path, name, there):
     if there:
         victim.write_text("mine")
     (runs / "hostile" / name).symlink_to(victim)
-    said = CliRunner().invoke(app, ["report", str(runs / "hostile")])
-    assert said.exception is None or isinstance(said.exception, SystemExit)
+    result = CliRunner().invoke(app, ["report", str(runs / "hostile")])
+    assert result.exception is None or isinstance(result.exception, SystemExit)
     assert victim.read_text() == "mine" if there else not victim.exists()
     assert (runs / "hostile" / name).is_symlink()
-    assert (said.exit_code == 2) == (name == "report.html")
+    assert (result.exit_code == 2) == (name == "report.html")
     assert [path for path in (runs / "hostile").iterdir() if path.name.startswith(f".{name}")] == []
 
 
@@ -285,8 +285,8 @@ def test_many_readers_of_a_hostile_folder_do_not_wait(runs):
         HOSTILE[what](runs / "hostile")
     web = opened(runs)
     with ThreadPoolExecutor(64) as pool:
-        asked = [pool.submit(web.get, "/api/episodes", params={"run": name}) for name in ("hostile", "good") * 32]
-        assert all(one.result(DEADLINE).status_code == 200 for one in asked)
+        responses = [pool.submit(web.get, "/api/episodes", params={"run": name}) for name in ("hostile", "good") * 32]
+        assert all(one.result(DEADLINE).status_code == 200 for one in responses)
 
 
 def test_files_are_read_within_bounds_and_written_whole(tmp_path):

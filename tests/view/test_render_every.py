@@ -81,7 +81,7 @@ def test_an_environment_without_pictures_is_drawn_as_its_text():
     assert frames[0].picture.tobytes() != frames[1].picture.tobytes()
 
 
-def test_all_the_model_said_in_a_turn_is_shown_its_tool_calls_too():
+def test_all_replies_of_a_turn_are_shown_with_their_tool_calls():
     calls = [
         Call((1,), Completion(tuple(ids), (0.0,) * len(ids), FinishReason.STOP), 0) for ids in ([65, 66, 0], [67, 0])
     ]

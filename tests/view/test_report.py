@@ -140,23 +140,23 @@ def test_a_call_the_environment_never_heard_is_shown_too():
 
 
 def test_between_two_calls_of_a_turn_stands_what_a_tool_answered():
-    told = episode("e", 1.0, "42")
-    told.calls = [call("6*7?", "calc", 0), call("6*7?calc = <42>", "42", 0), call("short", "ok", 0)]
-    shown = Page(transcript(told, "step 3", decode)).text
+    shown_episode = episode("e", 1.0, "42")
+    shown_episode.calls = [call("6*7?", "calc", 0), call("6*7?calc = <42>", "42", 0), call("short", "ok", 0)]
+    shown = Page(transcript(shown_episode, "step 3", decode)).text
     assert "assistantcalc= <42>assistant42(another context, 5 tokens)assistant+1ok" in shown
 
 
 @pytest.mark.parametrize("how", [None, decode])
 def test_what_tools_answered_is_shown_as_messages_with_or_without_a_tokenizer(how):
-    told = episode("e", 1.0, "42")
-    asked, wants = Message("user", "6*7?"), Message("assistant", "calc", sampled=True)
+    shown_episode = episode("e", 1.0, "42")
+    question, wants = Message("user", "6*7?"), Message("assistant", "calc", sampled=True)
     answered = Message("tool", f"42 {EVIL}", name="calc")
     first, second = call("6*7?", "calc", 0), call("6*7?calc= <42>", "42", 0)
-    told.calls = [
-        dataclasses.replace(first, messages=(asked,), reply=wants),
-        dataclasses.replace(second, messages=(asked, wants, answered), reply=Message("assistant", "42")),
+    shown_episode.calls = [
+        dataclasses.replace(first, messages=(question,), reply=wants),
+        dataclasses.replace(second, messages=(question, wants, answered), reply=Message("assistant", "42")),
     ]
-    page = Page(transcript(told, "step 3", how))
+    page = Page(transcript(shown_episode, "step 3", how))
     assert f"assistantcalctool42 {EVIL}assistant+142" in page.text
     assert len(page.having("tool")) == 1
 

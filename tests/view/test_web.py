@@ -73,7 +73,7 @@ def test_series_have_steps_and_seconds(web):
 
 
 @pytest.mark.parametrize(
-    ("asked", "total"),
+    ("params", "total"),
     [
         ({}, 32),
         ({"kind": "evaluation"}, 8),
@@ -90,8 +90,8 @@ def test_series_have_steps_and_seconds(web):
         ({"text": "*"}, 32),
     ],
 )
-def test_episodes_are_filtered(web, asked, total):
-    assert settled(web, run="a", **asked)["total"] == total
+def test_episodes_are_filtered(web, params, total):
+    assert settled(web, run="a", **params)["total"] == total
 
 
 def test_episodes_are_ordered_and_paged(web):
@@ -140,7 +140,7 @@ def test_two_episodes_part_where_their_tokens_do(web):
     assert ask(web, "parting", **HERE, other=1)["part"] == "never"
 
 
-def test_a_gradient_is_told_by_its_strongest_tokens(web):
+def test_a_gradient_is_summarized_by_its_strongest_tokens(web):
     found = ask(web, "gradient", run="a", step=2, most=5)
     pushes = [token["push"] for token in found["tokens"]]
     assert pushes == sorted(pushes, reverse=True)
@@ -279,7 +279,7 @@ def test_another_folder_in_the_place_of_a_run_has_an_index_of_its_own(tmp_path):
     assert before.path != after.path
 
 
-def test_an_index_that_nobody_opened_for_long_is_deleted(tmp_path):
+def test_an_index_without_recent_use_is_deleted(tmp_path):
     for name, age in (("old", MAX_AGE_SECONDS + 60), ("new", 60)):
         for end in ("", "-wal"):
             (tmp_path / f"{name}.sqlite3{end}").touch()

@@ -1,4 +1,4 @@
-"""The configuration of a stranger's run folder imports, starts, contacts and reads nothing without `--trust`."""
+"""The configuration of an untrusted run folder imports, starts, contacts and reads nothing without `--trust`."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ PLACES = ["env.name", "agent.name", "rewards", "data.rows.name", "agent.tool_for
 
 
 @pytest.fixture
-def stranger(tmp_path, monkeypatch) -> Path:
+def untrusted(tmp_path, monkeypatch) -> Path:
     """A run folder from elsewhere with modules in it, which is the current folder too."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    home = tmp_path / "stranger"
+    home = tmp_path / "untrusted"
     (home / "checkpoints" / "step-000001" / "model").mkdir(parents=True)
     for name in ("evil", "evil-mod", "évil", "EVIL"):
         (home / f"{name}.py").write_text(f"from pathlib import Path\nPath({str(home / 'ran')!r}).touch()\n")
@@ -67,44 +67,44 @@ def check_refused(home: Path, name: str, place: str, verb: list[str]) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(ODD)), ids=ODD)
-def test_a_name_of_an_odd_form_is_imported_by_no_command(stranger, number):
+def test_a_name_of_an_odd_form_is_imported_by_no_command(untrusted, number):
     """In every place, with the commands in turn: they read a configuration by the same function."""
     for index, place in enumerate(PLACES):
-        check_refused(stranger, ODD[number], place, VERBS[(number + index) % len(VERBS)])
+        check_refused(untrusted, ODD[number], place, VERBS[(number + index) % len(VERBS)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)
 @pytest.mark.parametrize("name", ODD)
-def test_a_name_of_an_odd_form_is_imported_by_none_of_the_commands_anywhere(stranger, name, verb):
+def test_a_name_of_an_odd_form_is_imported_by_none_of_the_commands_anywhere(untrusted, name, verb):
     for place in PLACES:
-        check_refused(stranger, name, place, verb)
+        check_refused(untrusted, name, place, verb)
 
 
 @pytest.mark.parametrize("name", [name for name in ODD if parse_part_name(name) is None])
-def test_what_is_no_part_name_is_not_imported_at_all(stranger, name):
+def test_what_is_no_part_name_is_not_imported_at_all(untrusted, name):
     with pytest.raises(ArborError):
         load(name, "environment")
     with pytest.raises((ValueError, ArborError, gymnasium.error.Error)):
         ENVS["gymnasium"](id=name)
-    assert not (stranger / "ran").exists()
+    assert not (untrusted / "ran").exists()
 
 
-def test_modules_of_the_current_folder_take_no_part_in_reading_a_strangers_configuration(stranger):
+def test_modules_of_the_current_folder_are_not_imported_when_an_untrusted_configuration_is_read(untrusted):
     """Neither one that is called like a library's, nor a plugin of Hydra's."""
-    mark = f"from pathlib import Path\nPath({str(stranger / 'ran')!r}).touch()\n"
+    mark = f"from pathlib import Path\nPath({str(untrusted / 'ran')!r}).touch()\n"
     for name in ("yaml", "httpx", "peft", "jinja2"):
-        (stranger / f"{name}.py").write_text(mark)
-    (stranger / "hydra_plugins").mkdir()
-    (stranger / "hydra_plugins" / "evil.py").write_text(mark)
-    (stranger / "config.yaml").write_text("env: evil:Env\n")
+        (untrusted / f"{name}.py").write_text(mark)
+    (untrusted / "hydra_plugins").mkdir()
+    (untrusted / "hydra_plugins" / "evil.py").write_text(mark)
+    (untrusted / "config.yaml").write_text("env: evil:Env\n")
     for start in (["-m", "arborl"], ["-P", "-c", "from arborl.cli.main import main; main()"]):
         done = subprocess.run(
-            [sys.executable, *start, "evaluate", "."], cwd=stranger, capture_output=True, text=True, check=False
+            [sys.executable, *start, "evaluate", "."], cwd=untrusted, capture_output=True, text=True, check=False
         )
         assert done.returncode == 2, done.stderr
         assert "would import and run evil:Env" in done.stderr
-        assert not (stranger / "ran").exists()
+        assert not (untrusted / "ran").exists()
 
 
 REACHES = {
@@ -132,55 +132,55 @@ REACHES = {
 
 
 @pytest.mark.parametrize("text", REACHES)
-def test_addresses_programs_and_keys_of_a_strangers_configuration_need_trust_and_are_printed(
-    stranger, monkeypatch, caplog, text
+def test_addresses_programs_and_keys_of_an_untrusted_configuration_need_trust_and_are_printed(
+    untrusted, monkeypatch, caplog, text
 ):
     monkeypatch.setenv("HF_TOKEN", "hf_secret_secret")
-    output = refused(stranger, text)
+    output = refused(untrusted, text)
     assert REACHES[text] in output
     assert "hf_secret" not in output
     if "unknown key" not in output:
-        load_run_config(stranger / "config.yaml", trust=True)
+        load_run_config(untrusted / "config.yaml", trust=True)
         assert REACHES[text] in caplog.text
 
 
-def test_what_the_user_writes_on_the_command_line_needs_no_trust(stranger, monkeypatch):
+def test_what_the_user_writes_on_the_command_line_needs_no_trust(untrusted, monkeypatch):
     monkeypatch.setenv("MINE", "key")
-    (stranger / "config.yaml").write_text("env: frozen_lake\n")
+    (untrusted / "config.yaml").write_text("env: frozen_lake\n")
     load_run_config(
-        stranger / "config.yaml", ["engine=http", "engine.args.urls=[http://mine:1]", "engine.args.api_key_env=MINE"]
+        untrusted / "config.yaml", ["engine=http", "engine.args.urls=[http://mine:1]", "engine.args.api_key_env=MINE"]
     )
-    load_run_config(stranger / "config.yaml", ["name=${oc.env:MINE}"])
+    load_run_config(untrusted / "config.yaml", ["name=${oc.env:MINE}"])
     text = "engine: {name: http, args: {urls: ['http://e:1']}}"
-    assert "connect to http://e:1" in refused(stranger, text, "engine.args.model=http://e:12")
-    assert "import and run evil:Env" in refused(stranger, "env: evil:Env", "env.args.x=evil:Env")
+    assert "connect to http://e:1" in refused(untrusted, text, "engine.args.model=http://e:12")
+    assert "import and run evil:Env" in refused(untrusted, "env: evil:Env", "env.args.x=evil:Env")
 
 
-def test_a_fifo_as_signature_blocks_nothing(stranger):
-    os.mkfifo(stranger / ".signature")
-    assert "import and run evil:Env" in refused(stranger, "env: evil:Env")
+def test_a_fifo_as_signature_blocks_nothing(untrusted):
+    os.mkfifo(untrusted / ".signature")
+    assert "import and run evil:Env" in refused(untrusted, "env: evil:Env")
 
 
-def test_settings_inside_a_strangers_checkpoint_are_not_imported(stranger):
-    """`state.json` says with which settings a checkpoint was made; nobody has signed it."""
+def test_settings_inside_an_untrusted_checkpoint_are_not_imported(untrusted):
+    """`state.json` says with which settings a checkpoint was made; it is not signed."""
     before = from_kwargs(algorithm={"name": "grpo", "loss": "evil:loss"})
     start = ResumePoint(
-        stranger / "checkpoints" / "step-000001", {"step": 1}, before, tuple(changes(before, RunConfig()))
+        untrusted / "checkpoints" / "step-000001", {"step": 1}, before, tuple(changes(before, RunConfig()))
     )
     with pytest.raises(ConfigError, match="made with evil:loss, not imported"):
         check_changes(start, RunConfig(), 10)
-    assert not (stranger / "ran").exists()
+    assert not (untrusted / "ran").exists()
 
 
-def test_the_terminal_is_shown_no_control_characters(stranger):
-    output = refused(stranger, 'engine: {name: vllm, args: {python: "\\e[2Jevil\\r"}}')
+def test_the_terminal_is_shown_no_control_characters(untrusted):
+    output = refused(untrusted, 'engine: {name: vllm, args: {python: "\\e[2Jevil\\r"}}')
     assert "\x1b" not in output
     assert "\r" not in output
 
 
-def test_export_reads_no_environment_variable_of_a_strangers_configuration(stranger, monkeypatch):
+def test_export_reads_no_environment_variable_of_an_untrusted_configuration(untrusted, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret_secret")
-    (stranger / "config.yaml").write_text("name: '${oc.env:HF_TOKEN}'\n")
+    (untrusted / "config.yaml").write_text("name: '${oc.env:HF_TOKEN}'\n")
     output = CliRunner().invoke(app, ["export", ".", "--out", "out"])
     assert output.exit_code == 2
     assert "read the environment variable HF_TOKEN" in output.stderr
