@@ -117,7 +117,7 @@ def make_engine(renderer: Renderer, replies: Sequence[str], requests: int) -> Ti
 def make_rollout(config: RunConfig, engine: LocalEngine, renderer: Renderer) -> tuple[Rollout, Rewards]:
     """Rollout and rewards as `arborl.training_run.build` creates them."""
     parts = RunPartFactory(config, {})
-    factories, rewards, rollout_config = parts.cast(), parts.rewards(), config.rollout
+    factories, rewards, rollout_config = parts.episode_factories(), parts.rewards(), config.rollout
     limits = EpisodeLimits(
         rollout_config.max_turns,
         config.sampling.max_context,

@@ -51,7 +51,7 @@ def start_server(path: str) -> Iterator[str]:
 
 async def load_problem(parts: RunParts, task: Task) -> tuple[str, str, str]:
     """Document, question and expected answer of a task."""
-    env = parts.cast.env(task)
+    env = parts.episode_factories.env(task)
     observation = await env.reset(task, 0)
     return str(inner_attribute(env, "document")), observation.messages[-1].content, str(env.oracle())
 

@@ -63,8 +63,8 @@ async def yields(task, env, model):
     yield 1
 
 
-def cast(agent):
-    return RunPartFactory(load(None, ["agent=mine"]), {"mine": agent}).cast()
+def episode_factories(agent):
+    return RunPartFactory(load(None, ["agent=mine"]), {"mine": agent}).episode_factories()
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def cast(agent):
     ids=["class", "object", "function", "maker", "callable", "method", "partial", "decorated"],
 )
 def test_whatever_is_async_and_takes_three_things_is_an_agent(agent):
-    made = cast(agent).agent(Task("t"))
+    made = episode_factories(agent).agent(Task("t"))
     playing = made.run(Task("t"), None, None)
     assert inspect.iscoroutine(playing)
     playing.close()
@@ -95,4 +95,4 @@ def test_whatever_is_async_and_takes_three_things_is_an_agent(agent):
 )
 def test_what_is_not_is_refused_when_the_run_is_built_and_reported_what_to_write(agent, complaint):
     with pytest.raises(ConfigError, match=complaint):
-        cast(agent)
+        episode_factories(agent)

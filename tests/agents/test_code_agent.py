@@ -106,8 +106,8 @@ def test_results_are_no_sampled_tokens_and_sampling_stops_at_the_end_tag(seedlin
     replies = [[*renderer.tokenizer.encode(text), renderer.stop[0]] for text in texts]
     turns = iter([0, 1])
     engine = ScriptedEngine(replies, choose=lambda prompt, session: next(turns), decode=renderer.tokenizer.decode)
-    cast = EpisodeFactories(lambda task: CodeAgent([interpreter]), lambda task: Question())
-    rollout = Rollout(engine, renderer, cast, Sampling(64), EpisodeLimits(), concurrency=1)
+    episode_factories = EpisodeFactories(lambda task: CodeAgent([interpreter]), lambda task: Question())
+    rollout = Rollout(engine, renderer, episode_factories, Sampling(64), EpisodeLimits(), concurrency=1)
     episode = asyncio.run(rollout.play(TASK, 0, "e"))
     assert episode.failure is None
     first, second = episode.calls
@@ -143,8 +143,8 @@ def test_output_limits_are_counted_by_the_models_own_tokenizer(seedling):
     replies = [[*renderer.tokenizer.encode(text), renderer.stop[0]] for text in texts]
     turns = iter([0, 1])
     engine = ScriptedEngine(replies, choose=lambda prompt, session: next(turns), decode=renderer.tokenizer.decode)
-    cast = EpisodeFactories(lambda task: CodeAgent([talk]), lambda task: Question())
-    rollout = Rollout(engine, renderer, cast, Sampling(64), EpisodeLimits(), concurrency=1)
+    episode_factories = EpisodeFactories(lambda task: CodeAgent([talk]), lambda task: Question())
+    rollout = Rollout(engine, renderer, episode_factories, Sampling(64), EpisodeLimits(), concurrency=1)
     episode = asyncio.run(rollout.play(TASK, 0, "e"))
     shown = text_between(renderer.tokenizer.decode(episode.calls[1].prompt), "<result>\n", "\n</result>")
     kept, _, rest = shown.partition("… [cut: ")

@@ -99,8 +99,10 @@ def play(renderer, name, policy, env=None, window=520, tokens=24, script=None, s
         return next(spoken) % len(says)
 
     engine = ScriptedEngine(replies(renderer, texts), choose, decode=renderer.tokenizer.decode)
-    cast = EpisodeFactories(lambda task: agent_of(name, policy, **more), lambda task: env or Talker())
-    rollout = Rollout(engine, renderer, cast, Sampling(tokens), EpisodeLimits(max_context=window), concurrency=1)
+    episode_factories = EpisodeFactories(lambda task: agent_of(name, policy, **more), lambda task: env or Talker())
+    rollout = Rollout(
+        engine, renderer, episode_factories, Sampling(tokens), EpisodeLimits(max_context=window), concurrency=1
+    )
     episode = asyncio.run(rollout.play(Task("t", seed=1), seed, "t#0"))
     assert episode.failure is None, episode.failure.traceback
     return episode
@@ -199,8 +201,8 @@ def conversation():
 def test_a_summary_in_a_conversation_does_not_lose_what_the_user_stated_last(renderer):
     agent = {"toolset": ["finish"], "policy": "summary", "compress_at": 0.5, "form": "brief"}
     engine = ScriptedEngine(replies(renderer, ["I see."]), decode=renderer.tokenizer.decode)
-    cast = EpisodeFactories(lambda task: StateLM(**agent), lambda task: conversation())
-    rollout = Rollout(engine, renderer, cast, Sampling(32), EpisodeLimits(max_context=500), concurrency=1)
+    episode_factories = EpisodeFactories(lambda task: StateLM(**agent), lambda task: conversation())
+    rollout = Rollout(engine, renderer, episode_factories, Sampling(32), EpisodeLimits(max_context=500), concurrency=1)
     episode = asyncio.run(rollout.play(Task("t", seed=1), 0, "t#0"))
     assert episode.failure is None
     assert episode.metrics["context/folded"] > 0
@@ -238,10 +240,12 @@ def test_a_tool_result_that_is_too_long_ends_the_episode_and_is_not_torn_from_it
 
     engine = ScriptedEngine(replies(renderer, [CALL]), decode=renderer.tokenizer.decode)
     for policy in POLICIES.values():
-        cast = EpisodeFactories(
+        episode_factories = EpisodeFactories(
             lambda task, policy=policy: AGENTS["tool"]([look], context=policy), lambda task: Talker()
         )
-        rollout = Rollout(engine, renderer, cast, Sampling(24), EpisodeLimits(max_context=520), concurrency=1)
+        rollout = Rollout(
+            engine, renderer, episode_factories, Sampling(24), EpisodeLimits(max_context=520), concurrency=1
+        )
         episode = asyncio.run(rollout.play(Task("t"), 0, "t#0"))
         assert episode.failure is None
         assert episode.stop == StopReason.CONTEXT_FULL
@@ -293,8 +297,8 @@ def test_a_policy_is_given_to_every_agent_that_takes_one_and_by_source():
         "c": {"env": "documents", "agent": "statelm", "context": {"policy": "window", "args": {"window": 4}}},
     }
     config = from_kwargs(context={"policy": "summary", "args": {"compress_at": 0.6}}, data={"sources": sources})
-    cast = RunPartFactory(config, {}).cast()
-    run, a, b, c = (cast.agent(Task("t", source=name)) for name in ("", "a", "b", "c"))
+    episode_factories = RunPartFactory(config, {}).episode_factories()
+    run, a, b, c = (episode_factories.agent(Task("t", source=name)) for name in ("", "a", "b", "c"))
     assert run.context == a.context == ContextPolicy("summary", compress_at=0.6)
     assert b.context is None
     assert c.policy == ContextPolicy("window", window=4)
@@ -324,10 +328,10 @@ def test_an_agent_that_takes_no_policy_is_refused_before_anything_starts():
     for agent in ("step", f"{__name__}:mine"):
         objects = {f"{__name__}:mine": mine}
         with pytest.raises(ConfigError, match=f"context.policy=window with agent={agent}"):
-            RunPartFactory(from_kwargs(agent=agent, context="window"), objects).cast()
+            RunPartFactory(from_kwargs(agent=agent, context="window"), objects).episode_factories()
     both = from_kwargs(env="documents", agent={"name": "statelm", "args": {"policy": "none"}}, context="window")
     with pytest.raises(ConfigError, match=r"policy=none and context\.policy=window"):
-        RunPartFactory(both, {}).cast()
+        RunPartFactory(both, {}).episode_factories()
 
 
 def test_an_episode_is_the_same_when_it_is_played_again_and_beside_others(renderer):
@@ -335,9 +339,9 @@ def test_an_episode_is_the_same_when_it_is_played_again_and_beside_others(render
         return json.dumps([(*call.whole, len(call.prompt)) for call in episode.calls])
 
     engine = ScriptedEngine(replies(renderer, [*SAYS["tool"], SUMMARY]), decode=renderer.tokenizer.decode)
-    cast = EpisodeFactories(lambda task: agent_of("tool", POLICIES["summary"]), lambda task: Talker(4))
-    many = Rollout(engine, renderer, cast, Sampling(24), EpisodeLimits(max_context=520), concurrency=8)
-    one = Rollout(engine, renderer, cast, Sampling(24), EpisodeLimits(max_context=520), concurrency=1)
+    episode_factories = EpisodeFactories(lambda task: agent_of("tool", POLICIES["summary"]), lambda task: Talker(4))
+    many = Rollout(engine, renderer, episode_factories, Sampling(24), EpisodeLimits(max_context=520), concurrency=8)
+    one = Rollout(engine, renderer, episode_factories, Sampling(24), EpisodeLimits(max_context=520), concurrency=1)
     (beside,), (alone,) = (asyncio.run(made.collect([Task("t")], 5, 4)) for made in (many, one))
     assert [tokens(e) for e in beside.episodes] == [tokens(e) for e in alone.episodes]
     assert len({tokens(e) for e in alone.episodes}) > 1

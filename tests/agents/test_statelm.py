@@ -221,11 +221,16 @@ def test_seedling_plays_it_untrained(seedling):
 
     model, renderer = seedling
     engine = LocalEngine(model, 1024, max_requests=4)
-    cast = EpisodeFactories(
+    episode_factories = EpisodeFactories(
         lambda t: StateLM(**SMALL, reading=READING, max_assistant_turns=3), lambda t: Documents(tokens=400)
     )
     rollout = Rollout(
-        engine, renderer, cast, Sampling(24, stop=renderer.stop), EpisodeLimits(max_context=1024), concurrency=4
+        engine,
+        renderer,
+        episode_factories,
+        Sampling(24, stop=renderer.stop),
+        EpisodeLimits(max_context=1024),
+        concurrency=4,
     )
     (group,) = asyncio.run(rollout.collect([Task("t", seed=3)], seed=0, group_size=4))
     assert [episode.failure for episode in group.episodes] == [None] * 4

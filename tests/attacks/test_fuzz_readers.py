@@ -47,24 +47,24 @@ PIECES = [
 ]  # fmt: skip
 
 
-def mutated(data: bytes, chance: random.Random) -> bytes:
+def mutated(data: bytes, rng: random.Random) -> bytes:
     """Some of it changed."""
     out = bytearray(data)
-    for _ in range(chance.randrange(1, 5)):
-        at, length = chance.randrange(len(out) + 1), chance.randrange(1, 16)
-        match chance.randrange(6):
+    for _ in range(rng.randrange(1, 5)):
+        at, length = rng.randrange(len(out) + 1), rng.randrange(1, 16)
+        match rng.randrange(6):
             case 0:
-                out[at : at + length] = chance.randbytes(length)
+                out[at : at + length] = rng.randbytes(length)
             case 1 if at < len(out):
-                out[at] ^= 1 << chance.randrange(8)
+                out[at] ^= 1 << rng.randrange(8)
             case 2:
-                del out[at : at + length * chance.choice([1, 1, 20])]
+                del out[at : at + length * rng.choice([1, 1, 20])]
             case 3:
                 out[at:at] = out[at : at + 50]
             case 4:
                 del out[at:]
             case _:
-                out[at:at] = chance.choice(PIECES)
+                out[at:at] = rng.choice(PIECES)
     return bytes(out)
 
 
@@ -165,10 +165,10 @@ def test_a_changed_file_is_read_or_refused_in_one_line(kind, tmp_path):
     path = make(tmp_path)
     good = path.read_bytes()
     read(path)
-    chance, threads = random.Random(kind), threading.active_count()
+    rng, threads = random.Random(kind), threading.active_count()
     received: list[str] = []
     for _ in range(5 * settings().max_examples // SLOW.get(kind, 1)):
-        path.write_bytes(mutated(good, chance))
+        path.write_bytes(mutated(good, rng))
         try:
             with no_longer_than(20):
                 read(path)
@@ -183,11 +183,11 @@ def test_a_changed_file_is_read_or_refused_in_one_line(kind, tmp_path):
 def test_reading_bad_files_holds_no_memory(kind, tmp_path):
     make, read = READERS[kind]
     path = make(tmp_path)
-    good, chance = path.read_bytes(), random.Random(0)
+    good, rng = path.read_bytes(), random.Random(0)
 
     def several() -> int:
         for _ in range(60):
-            path.write_bytes(mutated(good, chance))
+            path.write_bytes(mutated(good, rng))
             with contextlib.suppress(ConfigError):
                 read(path)
         return tracemalloc.get_traced_memory()[0]
@@ -207,9 +207,9 @@ def test_a_changed_recording_is_replayed_or_refused_in_one_line(tmp_path):
 
     path, tasks = tmp_path / "tape.jsonl", [Task("t")]
     asyncio.run(RolloutRecorder(path).batch(7, tasks, play))
-    good, chance, refused = path.read_bytes(), random.Random(0), 0
+    good, rng, refused = path.read_bytes(), random.Random(0), 0
     for _ in range(5 * settings().max_examples):
-        path.write_bytes(mutated(good, chance))
+        path.write_bytes(mutated(good, rng))
         try:
             asyncio.run(RolloutReplay(path).batch(7, tasks, play))
         except ConfigError:

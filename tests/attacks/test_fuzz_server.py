@@ -89,25 +89,25 @@ PIECES = [
 ]  # fmt: skip
 
 
-def attack(chance: random.Random) -> bytes:
+def attack(rng: random.Random) -> bytes:
     """A request with some of its bytes changed, cut, doubled, or replaced by what parsers stumble over."""
-    if chance.random() < 0.1:
-        return chance.randbytes(chance.randrange(2000))
+    if rng.random() < 0.1:
+        return rng.randbytes(rng.randrange(2000))
     data = bytearray(WHOLE)
-    for _ in range(chance.randrange(1, 6)):
-        at, length = chance.randrange(len(data) + 1), chance.randrange(12)
-        match chance.randrange(5):
+    for _ in range(rng.randrange(1, 6)):
+        at, length = rng.randrange(len(data) + 1), rng.randrange(12)
+        match rng.randrange(5):
             case 0:
-                data[at : at + length] = chance.randbytes(length)
+                data[at : at + length] = rng.randbytes(length)
             case 1:
                 del data[at : at + 1 + length * 4]
             case 2:
-                data[at:at] = chance.choice(PIECES)
+                data[at:at] = rng.choice(PIECES)
             case 3:
                 data[at:at] = data[at : at + 60]
             case _:
-                data[at : at + length] = chance.choice(PIECES)
-    return bytes(data) * chance.choice([1, 1, 1, 2, 5])
+                data[at : at + length] = rng.choice(PIECES)
+    return bytes(data) * rng.choice([1, 1, 1, 2, 5])
 
 
 def answered(address, data: bytes) -> bytes:
@@ -147,14 +147,14 @@ def footprint() -> tuple[int, int]:
 
 def test_no_bytes_on_its_socket_bring_it_down_or_stay_behind(caplog):
     """No answer of 500 and up, no wait beyond the deadline of a half-open request, and nothing held afterwards."""
-    chance = random.Random(0)
+    rng = random.Random(0)
     with served() as (address, app):
         url = f"http://{address[0]}:{address[1]}"
         answered(address, WHOLE)
         before = footprint()
         codes: dict[bytes, int] = {}
         for _ in range(10 * settings().max_examples):
-            for line in answered(address, attack(chance)).split(b"HTTP/1.1 ")[1:]:
+            for line in answered(address, attack(rng)).split(b"HTTP/1.1 ")[1:]:
                 codes[line[:3]] = codes.get(line[:3], 0) + 1
         assert all(code < b"500" for code in codes), codes
         body = {"name": "calculator", "arguments": {"expression": "6*7"}}

@@ -203,6 +203,6 @@ def test_benchmarks_report_trained_weights_as_real(script):
 
 @pytest.mark.slow
 def test_http_clients_are_measured_on_the_same_requests():
-    rows = measured("http_client.py", "--calls", "40", "--concurrency", "4", "--repeats", "1")
+    rows = run_benchmark("http_client.py", "--calls", "40", "--concurrency", "4", "--repeats", "1")
     assert [row["client"] for row in rows] == ["arborl", "httpx", "aiohttp"]
     assert all(row["calls_a_second"] > 0 and row["us_a_call"] > 0 for row in rows)

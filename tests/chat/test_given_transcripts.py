@@ -73,8 +73,8 @@ def test_ids_equal_those_of_a_rollout_in_which_the_model_says_the_same(family, r
     replies = [call.completion.tokens for call in shown.calls]
     count = iter(range(len(replies)))
     engine = ScriptedEngine(replies, choose=lambda prompt, session: next(count))
-    cast = EpisodeFactories(lambda task: ToolAgent([ADD]), lambda task: Talk())
-    rollout = Rollout(engine, renderer, cast, Sampling(512), EpisodeLimits(max_context=4096), 1)
+    episode_factories = EpisodeFactories(lambda task: ToolAgent([ADD]), lambda task: Talk())
+    rollout = Rollout(engine, renderer, episode_factories, Sampling(512), EpisodeLimits(max_context=4096), 1)
     played = asyncio.run(rollout.play(Task("t"), 0, "t#0"))
     assert played.failure is None, played.failure
     assert [call.prompt for call in shown.calls] == [call.prompt for call in played.calls]

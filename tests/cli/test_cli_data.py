@@ -125,10 +125,10 @@ def test_the_mixed_recipe_trains_with_three_agents(here):
     config = load(ROOT / "recipes/mixed/run.yaml", ["output_dir=run", "evaluation.tasks=6", "track.tensorboard=false"])
     parts = build(config)
     tasks = {task.source: task for task in parts.source.take(0, 20)}
-    kinds = {name: type(parts.cast.agent(task)).__name__ for name, task in tasks.items()}
+    kinds = {name: type(parts.episode_factories.agent(task)).__name__ for name, task in tasks.items()}
     assert kinds == {"code": "CodeAgent", "search": "ToolAgent", "math": "ToolAgent"}
-    assert [spec.name for spec in parts.cast.agent(tasks["search"]).toolbox.specs] == ["search"]
-    assert [spec.name for spec in parts.cast.agent(tasks["math"]).toolbox.specs] == ["calculator"]
+    assert [spec.name for spec in parts.episode_factories.agent(tasks["search"]).toolbox.specs] == ["search"]
+    assert [spec.name for spec in parts.episode_factories.agent(tasks["math"]).toolbox.specs] == ["calculator"]
     run = train(config, stub=True)
     assert {"success/code", "success/search", "success/math"} <= run.summary["after"].keys()
 

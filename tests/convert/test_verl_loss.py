@@ -29,19 +29,19 @@ python3 -m verl.trainer.main_ppo data.train_files=rows.parquet data.train_batch_
 
 def episodes() -> list[Group]:
     """Four tasks of three episodes; some have two turns, a tool's words between; one task's rewards are all equal."""
-    chance = np.random.default_rng(3)
+    rng = np.random.default_rng(3)
     made = []
     for task in range(TASKS):
-        prompt = chance.integers(0, 50, 4).tolist()
+        prompt = rng.integers(0, 50, 4).tolist()
         several = []
         for number in range(EACH):
             context, calls = list(prompt), []
             for turn in range(1 + (number % 2)):
-                sampled = chance.integers(0, 50, chance.integers(2, 6)).tolist()
+                sampled = rng.integers(0, 50, rng.integers(2, 6)).tolist()
                 done = Completion(tuple(sampled), (-3.0,) * len(sampled), FinishReason.STOP)
                 calls.append(Call(tuple(context), done, turn))
-                context += sampled + chance.integers(0, 50, 3).tolist()
-            reward = 1.0 if task == 2 else float(chance.integers(0, 3)) / 2 + 0.1 * number
+                context += sampled + rng.integers(0, 50, 3).tolist()
+            reward = 1.0 if task == 2 else float(rng.integers(0, 3)) / 2 + 0.1 * number
             several.append(Episode(f"{task}.{number}", Task("t"), calls=calls, rewards={"score": reward}))
         made.append(Group(Task("t"), several))
     return made

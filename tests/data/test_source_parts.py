@@ -103,7 +103,8 @@ def test_sampling_and_limits_of_a_source_hold_for_it_alone(files):
     given["data"]["sources"]["lake"]["rollout"] = {"max_turns": 2}
     parts = build(from_kwargs(**given))
     limits = {
-        name: parts.cast.limits(Task("t", source=name), parts.rollout.limits) for name in ("sums", "words", "lake")
+        name: parts.episode_factories.limits(Task("t", source=name), parts.rollout.limits)
+        for name in ("sums", "words", "lake")
     }
     assert [limits[name].max_turns for name in limits] == [3, 32, 2]
     assert [limits[name].episode_seconds for name in limits] == [120.0, 7.0, 120.0]
@@ -158,11 +159,11 @@ def test_rows_may_name_their_agents_and_the_configuration_says_what_the_names_st
         build(from_kwargs(**given))
     given["data"]["agents"] = {"my_agent": {"name": "code", "args": {"max_tool_rounds": 2}}}
     parts = build(from_kwargs(**given))
-    agent = parts.cast.agent(parts.source.take(0, 1)[0])
+    agent = parts.episode_factories.agent(parts.source.take(0, 1)[0])
     assert (type(agent).__name__, agent.max_tool_rounds) == ("CodeAgent", 2)
     given["data"] = {"sources": {"a": {"path": str(tmp_path / "rows.json"), "agent": "chat"}}}
     parts = build(from_kwargs(**given))
-    assert type(parts.cast.agent(parts.source.take(0, 1)[0])).__name__ == "ChatAgent"
+    assert type(parts.episode_factories.agent(parts.source.take(0, 1)[0])).__name__ == "ChatAgent"
 
 
 @pytest.mark.parametrize(
@@ -175,12 +176,12 @@ def test_names_that_other_systems_give_agents_are_understood(theirs, ours, tmp_p
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     given = {"data": {"path": str(tmp_path / "rows.json")}, "rewards": ["exact"], "engine": {"name": "scripted"}}
     parts = build(from_kwargs(**given, agent={"name": "tool", "args": {"max_tool_rounds": 3}}, tools=["calculator"]))
-    agent = parts.cast.agent(parts.source.take(0, 1)[0])
+    agent = parts.episode_factories.agent(parts.source.take(0, 1)[0])
     assert type(agent).__name__ == ours
     assert theirs != "tool_agent" or agent.max_tool_rounds == 3  # the run's own, with its arguments
     given["data"]["agents"] = {theirs: "react"}
     parts = build(from_kwargs(**given, tools=["calculator"], agent="tool"))
-    assert type(parts.cast.agent(parts.source.take(0, 1)[0])).__name__ == "ReactAgent"
+    assert type(parts.episode_factories.agent(parts.source.take(0, 1)[0])).__name__ == "ReactAgent"
 
 
 def test_several_files_are_read_as_one(tmp_path):
@@ -205,7 +206,7 @@ def test_an_agent_may_be_written_as_hydra_does(files):
     given["data"]["sources"]["words"]["agent"] = {"_target_": f"{__name__}.Echo", "word": "hello"}
     config = from_kwargs(**given)
     assert config.data.sources["words"].agent.name == f"{__name__}:Echo"
-    agent = build(config).cast.agent(Task("t", source="words"))
+    agent = build(config).episode_factories.agent(Task("t", source="words"))
     assert (type(agent), agent.word) == (Echo, "hello")
     (files / "run.yaml").write_text(dump_yaml(config))
     assert load(files / "run.yaml") == config

@@ -18,18 +18,18 @@ PROMPT = (1, 7, 9, 4, 4, 8, 2)
 
 def well(step: int) -> Row:
     """A step of a run that learns."""
-    chance, done = random.Random(step), step / STEPS
-    success = 0.2 + 0.5 * done + chance.uniform(-0.08, 0.08)
+    rng, done = random.Random(step), step / STEPS
+    success = 0.2 + 0.5 * done + rng.uniform(-0.08, 0.08)
     return {
         "step": step, "episode/count": 16.0, "episode/failed": 0.0, "episode/calls": 2.0, "episode/turns": 2.0,
-        "episode/sampled": 20.0 + chance.uniform(-2, 2), "episode/success": success, "episode/valid": 0.95,
+        "episode/sampled": 20.0 + rng.uniform(-2, 2), "episode/success": success, "episode/valid": 0.95,
         "group/zero_variance": 0.25, "call/cut_off": 0.02, "stop/done": 0.9, "stop/truncated": 0.1,
         "stop/max_turns": 0.0, "stop/context_full": 0.0, "reward/mean": success, "reward/std": 0.4,
         "learner/terms": 320.0,
-        "learner/groups": 4.0, "learner/grad_norm": 0.4 + chance.uniform(0, 0.6), "learner/skipped": 0.0,
-        "learner/skipped/gradient": 0.0, "policy/entropy": 0.4 - 0.2 * done + chance.uniform(0, 0.05),
-        "policy/logprob_diff": 1e-6 * chance.uniform(1, 2), "policy/clipped": 0.05, "policy/kl": 0.02 * done,
-        "policy/loss": chance.uniform(-0.1, 0.1), "batch/lag_mean": 0.0, "rollout/filtered": 0.0,
+        "learner/groups": 4.0, "learner/grad_norm": 0.4 + rng.uniform(0, 0.6), "learner/skipped": 0.0,
+        "learner/skipped/gradient": 0.0, "policy/entropy": 0.4 - 0.2 * done + rng.uniform(0, 0.05),
+        "policy/logprob_diff": 1e-6 * rng.uniform(1, 2), "policy/clipped": 0.05, "policy/kl": 0.02 * done,
+        "policy/loss": rng.uniform(-0.1, 0.1), "batch/lag_mean": 0.0, "rollout/filtered": 0.0,
         "rollout/missing": 0.0, "rollout/threads_stuck": 0.0, "rollout/dropped_stale": 0.0,
         "dropped/reward_not_finite": 0.0,
     }  # fmt: skip
@@ -37,9 +37,9 @@ def well(step: int) -> Row:
 
 def episode(step: int, task: int, member: int, replies: Sequence[str] = (), ids: Sequence[int] = ()) -> Episode:
     """An episode of two turns that differs from all others."""
-    chance = random.Random(f"{step} {task} {member}")
-    texts = list(replies) or [f"Go {chance.choice(['left', 'right', 'up', 'down'])}." for _ in range(2)]
-    good = float(chance.random() < 0.5)
+    rng = random.Random(f"{step} {task} {member}")
+    texts = list(replies) or [f"Go {rng.choice(['left', 'right', 'up', 'down'])}." for _ in range(2)]
+    good = float(rng.random() < 0.5)
     name = f"t-{step}-{task}"
     made = Episode(f"{name}#{member}", Task(name, seed=1000 * step + task, env="lake"), seed=member)
     prompt: tuple[int, ...] = PROMPT
@@ -48,7 +48,7 @@ def episode(step: int, task: int, member: int, replies: Sequence[str] = (), ids:
         reply = Message("assistant", text, sampled=True)
         done = Completion((*tokens, 2), (-0.1,) * (len(tokens) + 1), FinishReason.STOP, step - 1)
         made.calls.append(Call(prompt, done, number, messages=(Message("user", "Go."),), reply=reply))
-        seen = Message("user", f"You are at {chance.randrange(99)}.")
+        seen = Message("user", f"You are at {rng.randrange(99)}.")
         made.turns.append(Turn(reply, (seen,), reward=good * (number + 1 == len(texts))))
         prompt = (*prompt, *done.tokens, 5, 6, 7)
     made.rewards, made.metrics = {"environment": good}, {"success": good, "valid": 1.0}

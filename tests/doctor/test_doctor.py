@@ -133,10 +133,10 @@ def test_no_metrics_break_the_rules():
     names += [f"episode/tool/{name}" for name in ("offered", "calls", "used", "malformed", "timeout")]
     values = [None, float("nan"), float("inf"), 0, 0.0, -1.0, 1e300, True, 0.5, 40.0]
     for seed in range(60):
-        chance, monitor, rows = random.Random(seed), DiagnosisMonitor(), []
-        kept = chance.sample(names, chance.randrange(len(names)))
-        for step in range(chance.randrange(12)):
-            row = {name: chance.choice(values) for name in kept if chance.random() < 0.8}
+        rng, monitor, rows = random.Random(seed), DiagnosisMonitor(), []
+        kept = rng.sample(names, rng.randrange(len(names)))
+        for step in range(rng.randrange(12)):
+            row = {name: rng.choice(values) for name in kept if rng.random() < 0.8}
             rows.append(row | {"step": step, "words": "x", "list": [1]})
             monitor.add(rows[-1])
         assert all(match.rule in RULES for match in match_rules(rows))

@@ -49,7 +49,7 @@ def made(family: str) -> torch.nn.Module:
 
 def converse(engine: LocalEngine, shapes=SAMPLING, sizes=(1, 30, 7, 61, 13)):
     """Two turns each, of prompts of these lengths."""
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
 
     async def one(number: int, context: list[int], shape: dict):
         done = []
@@ -61,7 +61,7 @@ def converse(engine: LocalEngine, shapes=SAMPLING, sizes=(1, 30, 7, 61, 13)):
         return done
 
     async def everyone():
-        prompts = [chance.integers(0, engine.vocabulary, size).tolist() for size in sizes]
+        prompts = [rng.integers(0, engine.vocabulary, size).tolist() for size in sizes]
         return await asyncio.gather(*(one(i, p, s) for i, (p, s) in enumerate(zip(prompts, shapes, strict=True))))
 
     return [call for calls in asyncio.run(everyone()) for call in calls]

@@ -198,16 +198,16 @@ def decode(ids) -> str:
     return "".join(chr(200 + i) for i in ids)
 
 
-def random_requests(chance: np.random.Generator, count: int) -> list[tuple[list[int], Sampling]]:
+def random_requests(rng: np.random.Generator, count: int) -> list[tuple[list[int], Sampling]]:
     """Prompts that begin alike, of all lengths; some with texts to stop at that decode cannot always read."""
-    stem = chance.integers(0, 99, 30).tolist()
+    stem = rng.integers(0, 99, 30).tolist()
     found = []
     for seed in range(count):
-        prompt = [*stem[: int(chance.integers(1, 30))], *chance.integers(0, 5, int(chance.integers(0, 4))).tolist()]
-        texts = (chr(200 + int(chance.integers(0, 20))),) if chance.random() < 0.3 else ()
-        stop = tuple(chance.integers(0, 99, int(chance.integers(0, 4))).tolist())
-        size = int(chance.integers(1, 15))
-        found.append((prompt, Sampling(size, float(chance.choice([0.0, 1.0])), seed, stop, texts)))
+        prompt = [*stem[: int(rng.integers(1, 30))], *rng.integers(0, 5, int(rng.integers(0, 4))).tolist()]
+        texts = (chr(200 + int(rng.integers(0, 20))),) if rng.random() < 0.3 else ()
+        stop = tuple(rng.integers(0, 99, int(rng.integers(0, 4))).tolist())
+        size = int(rng.integers(1, 15))
+        found.append((prompt, Sampling(size, float(rng.choice([0.0, 1.0])), seed, stop, texts)))
     return found
 
 
@@ -221,8 +221,8 @@ def same(done, expected) -> bool:
 def test_cancellations_deadlines_faults_and_loads_do_not_change_the_tokens_of_other_requests(qwen3, seed, monkeypatch):
     """Every other seed with steps that are launched ahead, and a model that makes NaN of a token."""
     monkeypatch.setattr("arborl.engines.local.scheduler.HEADROOM", 0)
-    chance = np.random.default_rng(seed)
-    requests = random_requests(chance, 80)
+    rng = np.random.default_rng(seed)
+    requests = random_requests(rng, 80)
     if seed % 2:
         qwen3 = copy.deepcopy(qwen3)
         with torch.no_grad():
@@ -230,14 +230,14 @@ def test_cancellations_deadlines_faults_and_loads_do_not_change_the_tokens_of_ot
     alone = LocalEngine(qwen3, max_context=48, kv_tokens=48, decode=decode, deterministic=True)
     expected = [ask(alone, one)[0] for one in requests]
     engine = LocalEngine(
-        qwen3, max_context=48, max_requests=6, kv_tokens=100, block_size=int(chance.choice([1, 4, 16])), decode=decode
+        qwen3, max_context=48, max_requests=6, kv_tokens=100, block_size=int(rng.choice([1, 4, 16])), decode=decode
     )
     if seed % 2:
         Ahead(engine)
 
     async def client(number: int):
         prompt, sampling = requests[number]
-        for _ in range(int(chance.integers(0, 40))):
+        for _ in range(int(rng.integers(0, 40))):
             await asyncio.sleep(0)
         sampling = dataclasses.replace(sampling, seconds=0.01) if number % 7 == 0 else sampling
         return await engine.generate(prompt, sampling, session=str(number))
@@ -246,9 +246,9 @@ def test_cancellations_deadlines_faults_and_loads_do_not_change_the_tokens_of_ot
         tasks = [asyncio.create_task(client(number)) for number in range(len(requests))]
         while not all(task.done() for task in tasks):
             await asyncio.sleep(0)
-            if chance.random() < 0.2:
-                tasks[int(chance.integers(len(tasks)))].cancel()
-            if chance.random() < 0.05:
+            if rng.random() < 0.2:
+                tasks[int(rng.integers(len(tasks)))].cancel()
+            if rng.random() < 0.05:
                 await engine.load({}, version=engine.version + 1)
         return await asyncio.gather(*tasks, return_exceptions=True)
 

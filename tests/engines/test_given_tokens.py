@@ -18,14 +18,14 @@ async def talks(engine: LocalEngine, grows: bool) -> list[tuple]:
     """Three conversations side by side, one of which turns back half-way; what was sampled, and the cache's hits."""
 
     async def talk(number: int) -> list[tuple]:
-        chance = np.random.default_rng(number // 2)  # the first two begin alike
-        prompt, completions = Tokens(chance.integers(0, 50, 20).tolist()), []
+        rng = np.random.default_rng(number // 2)  # the first two begin alike
+        prompt, completions = Tokens(rng.integers(0, 50, 20).tolist()), []
         for turn in range(4):
             given = prompt if grows else list(prompt)
             done = await engine.generate(given, Sampling(6, seed=10 * number + turn, stop=(3,)), session=str(number))
             completions.append((done.tokens, done.logprobs, done.finish))
             kept = prompt[:9] if (number, turn) == (1, 1) else prompt + done.tokens
-            prompt = Tokens(kept) + chance.integers(0, 50, 5).tolist()
+            prompt = Tokens(kept) + rng.integers(0, 50, 5).tolist()
         return completions
 
     found = await asyncio.gather(*(talk(number) for number in range(3)))

@@ -37,8 +37,8 @@ from arborl.types import Call, Episode, FinishReason, Group, Sampling, Task
 
 
 def random_prompts(sizes: list[int], vocabulary: int, seed: int = 0) -> list[list[int]]:
-    chance = np.random.default_rng(seed)
-    return [chance.integers(0, vocabulary, size).tolist() for size in sizes]
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocabulary, size).tolist() for size in sizes]
 
 
 def greedy_by_transformers(model, prompts: list[list[int]], count: int) -> list[list[int]]:
@@ -174,10 +174,10 @@ def test_a_request_put_back_draws_the_tokens_it_would_have_drawn(qwen3, monkeypa
 
 async def test_ten_thousand_requests_through_a_pool_that_holds_two_hundred_lose_no_page(qwen3):
     engine = LocalEngine(qwen3, max_context=32, max_requests=128, kv_tokens=200 * 8, block_size=8)
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
 
     async def episode(number: int) -> int:
-        prompt = chance.integers(0, 5, int(chance.integers(1, 7))).tolist()
+        prompt = rng.integers(0, 5, int(rng.integers(1, 7))).tolist()
         for turn in range(4):
             done = await engine.generate(prompt, Sampling(2, seed=number * 4 + turn), session=str(number))
             prompt += done.tokens

@@ -54,8 +54,8 @@ async def play(env, chosen, seed, policy):
 
 
 def randomly(seed):
-    chance = generator(seed, "test")
-    return lambda env: env.random(chance)
+    rng = generator(seed, "test")
+    return lambda env: env.random(rng)
 
 
 def transcript(name, seed, split="train"):
@@ -115,13 +115,13 @@ def test_silence_earns_less_than_random_play(name):
 @pytest.mark.parametrize("name", MAKERS)
 @given(seeds, seeds, st.integers(0, 12))
 @settings(max_examples=12)
-def test_a_snapshot_continues_as_the_original_did_also_elsewhere_and_twice(name, seed, chance, cut):
+def test_a_snapshot_continues_as_the_original_did_also_elsewhere_and_twice(name, seed, rng, cut):
     async def check():
         env = MAKERS[name]()
-        _, steps = await play(env, task(seed), chance, randomly(seed))
+        _, steps = await play(env, task(seed), rng, randomly(seed))
         texts, answers = [text for text, _ in steps], [step for _, step in steps]
         here = min(cut, len(texts) - 1)
-        await env.reset(task(seed), chance)
+        await env.reset(task(seed), rng)
         for text in texts[:here]:
             await env.step(Message("assistant", text))
         kept, key = env.snapshot(), env.state_key()

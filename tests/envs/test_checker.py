@@ -18,14 +18,14 @@ class Walk(Env):
     """A sound environment: a walk along a line, with a little chance."""
 
     async def reset(self, task, seed):
-        self.place, self.chance = task.seed % 5, generator(seed, "walk")
+        self.place, self.rng = task.seed % 5, generator(seed, "walk")
         return self.seen()
 
     def seen(self):
         return Observation((Message("user", f"at {self.place}"),), state_key=str(self.place))
 
     async def step(self, action):
-        self.place += {"left": -1, "right": 1}.get(action.content, 0) * int(self.chance.integers(1, 3))
+        self.place += {"left": -1, "right": 1}.get(action.content, 0) * int(self.rng.integers(1, 3))
         return Step(self.seen(), reward=0.5, terminated=self.place > 8, info={"place": self.place})
 
     def actions(self):
@@ -256,7 +256,7 @@ def test_a_snapshot_that_forgets_chance_or_shares_the_state_is_found():
             return self.place
 
         def restore(self, snapshot):
-            self.place, self.chance = snapshot, generator(99, "walk")
+            self.place, self.rng = snapshot, generator(99, "walk")
 
     class Shares(Walk):
         def snapshot(self):

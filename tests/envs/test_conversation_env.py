@@ -49,11 +49,11 @@ def test_the_user_speaks_first_and_says_every_line_in_order():
 
 
 def test_a_random_order_keeps_the_opening_and_every_line_and_is_the_same_for_a_whole_group():
-    def heard(seed, chance):
+    def heard(seed, rng):
         async def run():
             env = Conversation(personas=QUIET, order="random", scenarios=[SCENARIO, OTHER], topics=["orders"])
             task = Task("t", seed=seed, fields={"user_responses": SCENARIO["user_responses"]})
-            lines = [(await env.reset(task, chance)).messages[-1].content]
+            lines = [(await env.reset(task, rng)).messages[-1].content]
             for _ in range(3):
                 lines.append((await env.step(Message("assistant", "yes"))).observation.messages[0].content)
             return tuple(lines)

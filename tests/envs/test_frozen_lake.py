@@ -74,8 +74,8 @@ def test_text_that_is_no_move_leaves_the_player_and_costs_the_penalty(seed, text
 def test_slipping_goes_to_either_side_and_never_backwards():
     async def landings():
         env, found = FrozenLake(size=5, frozen=1.0, slippery=True), set()
-        for chance in range(60):
-            await env.reset(task(1), chance)
+        for seed in range(60):
+            await env.reset(task(1), seed)
             env.player = (2, 2)
             await env.step(Message("assistant", "<answer>Up</answer>"))
             found.add(env.player)
@@ -192,9 +192,9 @@ def test_the_same_seed_gives_the_same_map_also_without_the_cache(seed, size, spl
 
 
 @given(seeds, seeds, sizes)
-def test_all_attempts_of_a_task_begin_alike(seed, chance, size):
+def test_all_attempts_of_a_task_begin_alike(seed, rng, size):
     env = FrozenLake(size=size, slippery=True)
-    assert asyncio.run(env.reset(task(seed), chance)) == asyncio.run(env.reset(task(seed), chance + 1))
+    assert asyncio.run(env.reset(task(seed), rng)) == asyncio.run(env.reset(task(seed), rng + 1))
 
 
 @given(seeds, sizes, st.booleans(), st.randoms(use_true_random=False))
@@ -213,10 +213,10 @@ def test_random_legal_moves_are_always_valid(seed, size, slippery, random):
 
 
 @given(seeds, seeds, st.lists(st.sampled_from(list(MOVES)), min_size=10, max_size=10))
-def test_a_slippery_episode_replays_from_its_seed(seed, chance, moves):
+def test_a_slippery_episode_replays_from_its_seed(seed, rng, moves):
     def replay():
         left = iter(moves)
         env = FrozenLake(slippery=True)
-        return asyncio.run(play(env, task(seed), chance, lambda env: f"<answer>{next(left)}</answer>"))
+        return asyncio.run(play(env, task(seed), rng, lambda env: f"<answer>{next(left)}</answer>"))
 
     assert replay() == replay()

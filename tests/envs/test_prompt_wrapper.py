@@ -203,8 +203,8 @@ def test_what_an_environment_returns_by_mistake_is_still_named():
 def rollout(agent, env, texts):
     renderer = Renderer.from_folder(SEEDLING_DIR)
     engine = ScriptedEngine(replies(renderer, texts), decode=renderer.tokenizer.decode)
-    cast = EpisodeFactories(lambda task: agent, env)
-    return Rollout(engine, renderer, cast, Sampling(32), EpisodeLimits(max_context=2048), concurrency=2)
+    episode_factories = EpisodeFactories(lambda task: agent, env)
+    return Rollout(engine, renderer, episode_factories, Sampling(32), EpisodeLimits(max_context=2048), concurrency=2)
 
 
 def test_every_prompt_of_an_episode_goes_on_from_the_one_before_and_equals_the_whole_render():
@@ -247,15 +247,17 @@ def cast_of(tmp_path, rows, **settings):
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     config = from_kwargs(data=str(tmp_path / "rows.json"), rewards=["exact"], engine="scripted", **settings)
     workshop = RunPartFactory(config, {})
-    return workshop.cast(), workshop.source(Renderer.from_folder(SEEDLING_DIR))[0]
+    return workshop.episode_factories(), workshop.source(Renderer.from_folder(SEEDLING_DIR))[0]
 
 
 def test_rows_get_the_system_prompt_of_the_runs_agent_whatever_agent_they_name(tmp_path):
     rows = [{"question": f"{n}?", "answer": n, "agent_name": ("chat", "react", "mine")[n % 3]} for n in range(30)]
     agents = {"mine": {"name": "chat", "system": "Mine."}}
-    cast, source = cast_of(tmp_path, rows, agent={"name": "tool", "system": "Run's."}, **{"data.agents": agents})
+    episode_factories, source = cast_of(
+        tmp_path, rows, agent={"name": "tool", "system": "Run's."}, **{"data.agents": agents}
+    )
     for task in source.take(0, 12):
-        received = opening(cast.env(task), task)[0]
+        received = opening(episode_factories.env(task), task)[0]
         assert received == Message("system", "Mine." if task.agent == "mine" else "Run's.")
 
 
@@ -320,12 +322,12 @@ def test_sources_have_prompts_of_their_own():
     }  # fmt: skip
     sources = {"Lake": lake, "plain": {"env": "frozen_lake"}}
     config = from_kwargs(data={"sources": sources}, engine="scripted")
-    cast = RunPartFactory(config, {}).cast()
+    episode_factories = RunPartFactory(config, {}).episode_factories()
     tasks = {name: Task("t", source=name, fields={"split": "train"}) for name in sources}
-    system, user = opening(cast.env(tasks["Lake"]), tasks["Lake"])
+    system, user = opening(episode_factories.env(tasks["Lake"]), tasks["Lake"])
     assert system.content == "You're {a player}."
     assert user.content.startswith("Go.\n1/6/16 ")
-    assert opening(cast.env(tasks["plain"]), tasks["plain"])[0].content == RULES
+    assert opening(episode_factories.env(tasks["plain"]), tasks["plain"])[0].content == RULES
     assert config == from_kwargs(**config.model_dump())  # what a run writes down is read back as it was
     lake["env"]["prompt"]["observation"] = "{obs}"
     with pytest.raises(ConfigError, match=r"data.sources.Lake.env.prompt.observation: unknown field {obs}"):

@@ -32,8 +32,8 @@ def sample(model, prompts: list[list[int]], temperature: float):
 
 
 def random_prompts() -> list[list[int]]:
-    chance = np.random.default_rng(0)
-    return [chance.integers(0, 600, size).tolist() for size in (5, 33, 80, 80, 12, 1)]
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 600, size).tolist() for size in (5, 33, 80, 80, 12, 1)]
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-3), ("bfloat16", 0.05)])

@@ -37,8 +37,8 @@ FAMILIES = {
 
 
 def random_prompts(sizes: list[int]) -> list[list[int]]:
-    chance = np.random.default_rng(0)
-    return [chance.integers(0, 99, size).tolist() for size in sizes]
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 99, size).tolist() for size in sizes]
 
 
 def generate(engine: LocalEngine, prompts, samplings):

@@ -49,10 +49,10 @@ class Simple:
 
 def forest_of(seed: int, groups: int = 3, prompt: int = 150, answer: int = 40) -> Forest:
     """Groups of four episodes of two turns, the second of which sees an edited history."""
-    chance = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
 
     def some(most: int) -> tuple[int, ...]:
-        return tuple(chance.integers(0, 600, chance.integers(most // 2, most)).tolist())
+        return tuple(rng.integers(0, 600, rng.integers(most // 2, most)).tolist())
 
     made = []
     for _ in range(groups):

@@ -40,10 +40,10 @@ def trained(model, mode: str, seed: int, folder=None) -> tuple[Learner, int]:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     learner = fresh()
-    chance = torch.Generator("cuda").manual_seed(seed)
+    rng = torch.Generator("cuda").manual_seed(seed)
     for number in range(4):
         for parameter in learner.optimizer.parts["policy"].parameters:
-            parameter.grad = torch.randn(parameter.shape, generator=chance, device="cuda").to(parameter.dtype)
+            parameter.grad = torch.randn(parameter.shape, generator=rng, device="cuda").to(parameter.dtype)
             for hook in parameter._post_accumulate_grad_hooks.values():
                 hook(parameter)
         learner.optimizer.step(1.0)

@@ -32,12 +32,12 @@ SMALL = Tiles(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1))
 
 def bush(seed: int, trees: int, branches: int, stem: int, twig: int) -> MicroBatch:
     """Trees whose branches leave their stem anywhere, of lengths that differ."""
-    chance = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     grown = []
     for _ in range(trees):
-        trunk = chance.integers(0, 9, stem).tolist()
+        trunk = rng.integers(0, 9, stem).tolist()
         rows = [
-            trunk[: chance.integers(1, stem + 1)] + chance.integers(9, 99, chance.integers(1, twig + 1)).tolist()
+            trunk[: rng.integers(1, stem + 1)] + rng.integers(9, 99, rng.integers(1, twig + 1)).tolist()
             for _ in range(branches)
         ]
         grown.append(tree_of_sequences([trunk, *rows])[0])
@@ -55,11 +55,11 @@ def chains(*lengths: int) -> MicroBatch:
 def heads(batch: MicroBatch, device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype, apart: bool):
     """Queries, keys and values; parts of one tensor as a model's are, or each its own with heads before tokens."""
     query_heads, key_heads, size = shape
-    chance = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     if apart:
-        made = [torch.randn(n, len(batch), size, generator=chance) for n in (query_heads, key_heads, key_heads)]
+        made = [torch.randn(n, len(batch), size, generator=rng) for n in (query_heads, key_heads, key_heads)]
         return [x.to(device, dtype).transpose(0, 1) for x in made]
-    whole = torch.randn(len(batch), query_heads + 2 * key_heads, size, generator=chance).to(device, dtype)
+    whole = torch.randn(len(batch), query_heads + 2 * key_heads, size, generator=rng).to(device, dtype)
     return whole.split([query_heads, key_heads, key_heads], dim=1)
 
 

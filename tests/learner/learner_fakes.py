@@ -17,21 +17,21 @@ SAMPLING = Sampling(temperature=0.7)
 
 def random_groups(seed: int, groups: int = 3, vocabulary: int = 50, longest: int = 8) -> list[Group]:
     """Episodes that share prompts, extend them, and sometimes edit them."""
-    chance = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     made = []
     for _ in range(groups):
-        prompt = chance.integers(0, vocabulary, chance.integers(1, longest)).tolist()
+        prompt = rng.integers(0, vocabulary, rng.integers(1, longest)).tolist()
         episodes = []
-        for e in range(int(chance.integers(2, 5))):
+        for e in range(int(rng.integers(2, 5))):
             context, calls = list(prompt), []
-            for turn in range(int(chance.integers(1, 4))):
-                sampled = chance.integers(0, vocabulary, chance.integers(1, 5)).tolist()
-                logprobs = tuple(chance.uniform(-4.5, -3.0, len(sampled)).tolist())
+            for turn in range(int(rng.integers(1, 4))):
+                sampled = rng.integers(0, vocabulary, rng.integers(1, 5)).tolist()
+                logprobs = tuple(rng.uniform(-4.5, -3.0, len(sampled)).tolist())
                 calls.append(Call(tuple(context), Completion(tuple(sampled), logprobs, FinishReason.STOP), turn))
-                context = context + sampled + chance.integers(0, vocabulary, 3).tolist()
-                if chance.random() < 0.3:
-                    context = context[: len(prompt)] + chance.integers(0, vocabulary, 2).tolist()
-            episodes.append(Episode(f"{e}", Task("t"), calls=calls, rewards={"r": float(chance.normal())}))
+                context = context + sampled + rng.integers(0, vocabulary, 3).tolist()
+                if rng.random() < 0.3:
+                    context = context[: len(prompt)] + rng.integers(0, vocabulary, 2).tolist()
+            episodes.append(Episode(f"{e}", Task("t"), calls=calls, rewards={"r": float(rng.normal())}))
         made.append(Group(Task("t"), episodes))
     return made
 

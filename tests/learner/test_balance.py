@@ -13,18 +13,18 @@ from arborl.types import Call, Completion, Episode, FinishReason, Group, Task
 COSTS = ForwardCosts(token=12 * 4096.0**2, pair=2 * 4096.0)
 
 
-def ragged(chance: np.random.Generator, groups: int, episodes: int) -> list[Group]:
+def ragged(rng: np.random.Generator, groups: int, episodes: int) -> list[Group]:
     """Groups as runs have them: prompts of very different length, several turns, replies whose length has a tail."""
     made = []
     for _ in range(groups):
-        prompt = chance.integers(0, 50, int(chance.lognormal(5.5, 0.7))).tolist()
+        prompt = rng.integers(0, 50, int(rng.lognormal(5.5, 0.7))).tolist()
         played = []
         for name in range(episodes):
             context, calls = list(prompt), []
-            for turn in range(int(chance.integers(1, 5))):
-                reply = tuple(chance.integers(0, 50, 1 + int(chance.lognormal(4.0, 0.8))).tolist())
+            for turn in range(int(rng.integers(1, 5))):
+                reply = tuple(rng.integers(0, 50, 1 + int(rng.lognormal(4.0, 0.8))).tolist())
                 calls.append(Call(tuple(context), Completion(reply, (-1.0,) * len(reply), FinishReason.STOP), turn))
-                context = [*context, *reply, *chance.integers(0, 50, int(chance.lognormal(3.0, 0.5))).tolist()]
+                context = [*context, *reply, *rng.integers(0, 50, int(rng.lognormal(3.0, 0.5))).tolist()]
             played.append(Episode(f"{name}", Task("t"), calls=calls))
         made.append(Group(Task("t"), played))
     return made

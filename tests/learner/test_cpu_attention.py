@@ -44,11 +44,11 @@ def forest(*groups: list[list[int]]) -> MicroBatch:
 
 def bush(stem: int, branches: int, twig: int, seed: int = 0) -> list[list[int]]:
     """Branches that leave a stem, and each other, at places of their own."""
-    chance = np.random.default_rng(seed)
-    rows = [chance.integers(0, 99, stem).tolist()]
+    rng = np.random.default_rng(seed)
+    rows = [rng.integers(0, 99, stem).tolist()]
     for _ in range(branches):
-        parent = rows[chance.integers(len(rows))]
-        rows.append(parent[: chance.integers(1, len(parent) + 1)] + chance.integers(0, 99, twig).tolist())
+        parent = rows[rng.integers(len(rows))]
+        rows.append(parent[: rng.integers(1, len(parent) + 1)] + rng.integers(0, 99, twig).tolist())
     return rows
 
 

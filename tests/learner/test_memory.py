@@ -190,16 +190,16 @@ def test_adapters_need_no_copy_of_the_model_as_reference():
 
 
 def test_memory_that_the_engine_lends_is_counted_once_and_spares_running_layers_twice():
-    apart, lent = planner(110).plan(), dataclasses.replace(planner(110), lends=True).plan()
+    apart, kv_freed = planner(110).plan(), dataclasses.replace(planner(110), can_free_kv=True).plan()
     assert apart.fits
-    assert lent.fits
-    assert (apart.recompute, lent.recompute) == (True, False)
-    assert lent.forecast.lent
-    assert lent.kv_tokens >= apart.kv_tokens
-    assert lent.forecast.total == lent.forecast.staying + max(lent.forecast.learning, lent.forecast.kv)
-    assert "tokens (freed during updates)" in describe_plan(lent, FOUR, 139 * GIB)
-    roomy = dataclasses.replace(planner(190), lends=True).plan()
-    assert not roomy.forecast.lent  # it costs time
+    assert kv_freed.fits
+    assert (apart.recompute, kv_freed.recompute) == (True, False)
+    assert kv_freed.forecast.kv_freed
+    assert kv_freed.kv_tokens >= apart.kv_tokens
+    assert kv_freed.forecast.total == kv_freed.forecast.staying + max(kv_freed.forecast.learning, kv_freed.forecast.kv)
+    assert "tokens (freed during updates)" in describe_plan(kv_freed, FOUR, 139 * GIB)
+    roomy = dataclasses.replace(planner(190), can_free_kv=True).plan()
+    assert not roomy.forecast.kv_freed  # it costs time
 
 
 def test_the_plan_is_described_in_one_line():

@@ -122,11 +122,11 @@ def test_only_a_tree_spread_over_several_micro_batches_counts_as_cut():
 
 
 def test_rows_are_taken_only_where_little_is_shared_and_rows_are_cheaper():
-    chance = np.random.default_rng(0)
-    stem = chance.integers(0, 99, 20).tolist()
+    rng = np.random.default_rng(0)
+    stem = rng.integers(0, 99, 20).tolist()
 
     def bush(shared: int) -> TokenTree:
-        return tree_of_sequences([stem[:shared] + chance.integers(0, 99, 300).tolist() for _ in range(4)])[0]
+        return tree_of_sequences([stem[:shared] + rng.integers(0, 99, 300).tolist() for _ in range(4)])[0]
 
     cheap_tokens, dear_tokens = ForwardCosts(token=1.0, pair=1.0), ForwardCosts(token=1e6, pair=1.0)
     assert rows_are_cheaper(bush(5), cheap_tokens)

@@ -17,8 +17,8 @@ from arborl.seeds import generator
 
 
 def some_pairs(count: int, seed: int = 0) -> list[TextPair]:
-    chance = generator(seed, "pairs")
-    ids = [chance.integers(3, 2000, int(chance.integers(2, 40))).tolist() for _ in range(2 * count)]
+    rng = generator(seed, "pairs")
+    ids = [rng.integers(3, 2000, int(rng.integers(2, 40))).tolist() for _ in range(2 * count)]
     return [TextPair(ids[2 * n], ids[2 * n + 1], weight=[1.0, 2.5][n % 2]) for n in range(count)]
 
 

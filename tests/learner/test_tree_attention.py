@@ -79,10 +79,10 @@ def test_chains_of_any_lengths_need_no_mask(chains, bounds):
 
 @pytest.mark.parametrize(("branches", "expected"), [(1, "causal"), (2, "dense"), (40, "blocks")])
 def test_a_chain_needs_no_mask_a_fork_is_attended_densely_and_a_bush_in_blocks(branches, expected):
-    chance = np.random.default_rng(0)
-    stem = chance.integers(0, 99, 50).tolist()
+    rng = np.random.default_rng(0)
+    stem = rng.integers(0, 99, 50).tolist()
     twig = 10 if branches == 2 else 60
-    tree, _ = tree_of_sequences([stem + chance.integers(0, 99, twig).tolist() for _ in range(branches)])
+    tree, _ = tree_of_sequences([stem + rng.integers(0, 99, twig).tolist() for _ in range(branches)])
     assert cheapest_attention(batch_of([tree]), CPU) == expected
 
 

@@ -16,17 +16,17 @@ SIDES = st.tuples(st.sampled_from([1, 3, 8, 16]), st.sampled_from([1, 4, 8, 32])
 
 
 def forest(seed: int, longest: int):
-    chance = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
 
     def tree(branches):
-        stem = chance.integers(0, 2, longest).tolist()
+        stem = rng.integers(0, 2, longest).tolist()
         rows = [
-            stem[: chance.integers(0, longest)] + chance.integers(2, 9, chance.integers(1, longest)).tolist()
+            stem[: rng.integers(0, longest)] + rng.integers(2, 9, rng.integers(1, longest)).tolist()
             for _ in range(branches)
         ]
         return tree_of_sequences(rows)[0]
 
-    trees = [tree(chance.integers(1, 6)) for _ in range(chance.integers(1, 4))]
+    trees = [tree(rng.integers(1, 6)) for _ in range(rng.integers(1, 4))]
     return pack(trees, list(range(len(trees))), build_token_trees([]).terms)
 
 

@@ -22,16 +22,16 @@ from arborl.types import Message
 END, VOCABULARY, RATE = "<|endoftext|>", 600, 1e-3
 
 
-def lake(chance, size: int, skilled: float = 0.4) -> Transcript:
+def lake(rng, size: int, skilled: float = 0.4) -> Transcript:
     """A game in which every move is a good one that often, and else any."""
     env = FrozenLake(size=size, max_steps=3)
 
     def say() -> str:
         good = best_moves(env.grid, env.player)
-        moves = good if good and chance.random() < skilled else ("Up", "Down", "Left", "Right")
-        return f"<answer>{pick(chance, moves)}</answer>"
+        moves = good if good and rng.random() < skilled else ("Up", "Down", "Left", "Right")
+        return f"<answer>{pick(rng, moves)}</answer>"
 
-    return play_game(env, say, chance)
+    return play_game(env, say, rng)
 
 
 def tokenizer_of(texts: list[str]) -> Tokenizer:
@@ -56,8 +56,8 @@ def tokenizer_of(texts: list[str]) -> Tokenizer:
 def make(folder: Path, steps: int = 0, size: int = 2, width: int = 64, layers: int = 2, seed: int = 0) -> Path:
     """Write the folder; with `steps`, after so many of imitation of 32 games each."""
     torch.manual_seed(seed)
-    chance = generator(seed, "games")
-    texts = [message.content for _ in range(40) for message in lake(chance, size).messages]
+    rng = generator(seed, "games")
+    texts = [message.content for _ in range(40) for message in lake(rng, size).messages]
     tokenizer_of([*texts, "System:\n\nUser:\n\nAssistant:\n"]).save(str(folder / "tokenizer.json"))
     config = GPT2Config(
         vocab_size=VOCABULARY, n_embd=width, n_layer=layers, n_head=4, n_positions=1024, bos_token_id=0, eos_token_id=0,
@@ -67,15 +67,15 @@ def make(folder: Path, steps: int = 0, size: int = 2, width: int = 64, layers: i
     model = GPT2LMHeadModel(config)
     model.save_pretrained(folder)
     if steps:
-        warm_up(model, Renderer.from_folder(folder), steps, size, chance)
+        warm_up(model, Renderer.from_folder(folder), steps, size, rng)
         model.save_pretrained(folder)
     return folder
 
 
-def warm_up(model: GPT2LMHeadModel, renderer: Renderer, steps: int, size: int, chance) -> None:
+def warm_up(model: GPT2LMHeadModel, renderer: Renderer, steps: int, size: int, rng) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     for step in range(steps):
-        rows = [example(renderer, lake(chance, size)) for _ in range(32)]
+        rows = [example(renderer, lake(rng, size)) for _ in range(32)]
         longest = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids, _ in rows])
         own = torch.tensor([[*own, *[0.0] * (longest - len(own))] for _, own in rows])

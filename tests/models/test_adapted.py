@@ -79,8 +79,8 @@ def sample(model: nn.Module, by_peft: bool = False, engine: LocalEngine | None =
     if by_peft:
         engine.runner.forward.rope = None
         assert not engine.runner.forward.is_fused
-    chance = np.random.default_rng(0)
-    prompts = [chance.integers(0, 60, size).tolist() for size in (1, 9, 20, 20)]
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 60, size).tolist() for size in (1, 9, 20, 20)]
 
     async def run():
         sampling = [Sampling(12, temperature, seed=i) for i, temperature in enumerate((1.0, 0.0, 0.7, 1.0))]
@@ -227,8 +227,8 @@ def test_in_bfloat16_the_rollouts_logprobs_are_as_near_the_learners_as_those_of_
         engine = LocalEngine(model, max_context=128)
         if by_peft:
             engine.runner.forward.rope = None
-        chance = np.random.default_rng(0)
-        prompts = [tuple(chance.integers(0, 600, size).tolist()) for size in (5, 33, 60, 12)]
+        rng = np.random.default_rng(0)
+        prompts = [tuple(rng.integers(0, 600, size).tolist()) for size in (5, 33, 60, 12)]
 
         async def run(engine=engine, prompts=prompts):
             return await asyncio.gather(

@@ -74,10 +74,10 @@ class Simple:
 
 
 def forest():
-    chance = np.random.default_rng(0)
-    prompt = tuple(chance.integers(0, 500, 12).tolist())
+    rng = np.random.default_rng(0)
+    prompt = tuple(rng.integers(0, 500, 12).tolist())
     calls = [
-        Call(prompt, Completion(tuple(chance.integers(0, 500, 6).tolist()), (-5.0,) * 6, FinishReason.STOP), 0)
+        Call(prompt, Completion(tuple(rng.integers(0, 500, 6).tolist()), (-5.0,) * 6, FinishReason.STOP), 0)
         for _ in range(3)
     ]
     made = build_token_trees([Group(Task("t"), [Episode("e", Task("t"), calls=calls)])])
@@ -257,7 +257,7 @@ def test_dropout_drops_only_while_gradients_are_taken(plain):
             if "lora_B" in name:
                 parameter.normal_(std=0.05)
     assert torch.equal(logits(model, IDS), logits(model, IDS))
-    chance = torch.get_rng_state()
+    rng = torch.get_rng_state()
     logits_by_seed = {}
     for seed in (1, 1, 2):
         with dropout_on(model, seed):
@@ -265,7 +265,7 @@ def test_dropout_drops_only_while_gradients_are_taken(plain):
         assert not torch.equal(first, second)
         assert torch.equal(logits_by_seed.setdefault(seed, first), first)
     assert not torch.equal(logits_by_seed[1], logits_by_seed[2])
-    assert torch.equal(torch.get_rng_state(), chance)  # the global generator is unchanged
+    assert torch.equal(torch.get_rng_state(), rng)  # the global generator is unchanged
     assert not any(module.training for module in model.modules())
 
 

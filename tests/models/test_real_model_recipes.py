@@ -57,12 +57,12 @@ def with_few_demonstrations(config: RunConfig) -> RunConfig:
 
 
 def sums(count: int) -> list[str]:
-    chance = random.Random(0)
+    rng = random.Random(0)
     made = []
     for _ in range(count):
-        high, terms = 10 ** chance.randint(1, 4) - 1, chance.randint(2, 3)
-        signs = ["", *(f" {chance.choice('+-')} " for _ in range(terms - 1))]
-        made.append("".join(f"{sign}{chance.randint(0, high)}" for sign in signs))
+        high, terms = 10 ** rng.randint(1, 4) - 1, rng.randint(2, 3)
+        signs = ["", *(f" {rng.choice('+-')} " for _ in range(terms - 1))]
+        made.append("".join(f"{sign}{rng.randint(0, high)}" for sign in signs))
     return made
 
 

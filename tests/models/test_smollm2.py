@@ -46,10 +46,10 @@ def write_gguf(file: Path) -> None:
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
     writer.add_pad_token_id(2)
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
 
     def add(name: str, *shape: int, kind: gguf.GGMLQuantizationType) -> None:
-        values = chance.normal(size=shape).astype(np.float32)
+        values = rng.normal(size=shape).astype(np.float32)
         writer.add_tensor(f"{name}.weight", gguf.quantize(values, kind), raw_dtype=kind)
 
     float32, q8, q4 = (getattr(gguf.GGMLQuantizationType, name) for name in ("F32", "Q8_0", "Q4_1"))

@@ -20,8 +20,10 @@ def make_rollout(seedling):
 
     def make(env, replies=("yes", "no", "maybe so"), workers="auto", training=DEFAULT_OPTIONS, **limits) -> Rollout:
         ids = [[*renderer.tokenizer.encode(text), renderer.stop[0]] for text in replies]
-        cast = EpisodeFactories(agent=lambda task: ChatAgent(), env=env)
+        episode_factories = EpisodeFactories(agent=lambda task: ChatAgent(), env=env)
         bounds = EpisodeLimits(**limits)
-        return Rollout(ScriptedEngine(ids), renderer, cast, Sampling(8), bounds, 64, Workers(workers), training)
+        return Rollout(
+            ScriptedEngine(ids), renderer, episode_factories, Sampling(8), bounds, 64, Workers(workers), training
+        )
 
     return make

@@ -97,9 +97,15 @@ def test_concurrency_is_a_number_or_auto():
 
 
 def rollout(engine, renderer, workers="auto", concurrency=None):
-    cast = EpisodeFactories(lambda task: ChatAgent(), lambda task: FrozenLake(max_steps=1))
+    episode_factories = EpisodeFactories(lambda task: ChatAgent(), lambda task: FrozenLake(max_steps=1))
     return Rollout(
-        engine, renderer, cast, Sampling(2, stop=renderer.stop), EpisodeLimits(), concurrency, Workers(workers)
+        engine,
+        renderer,
+        episode_factories,
+        Sampling(2, stop=renderer.stop),
+        EpisodeLimits(),
+        concurrency,
+        Workers(workers),
     )
 
 

@@ -38,18 +38,20 @@ class Late(Engine):
     follows_weights = True
 
     def __init__(self, engine, seed: int):
-        self.engine, self.chance, self.seeds = engine, random.Random(seed), []
+        self.engine, self.rng, self.seeds = engine, random.Random(seed), []
 
     async def generate(self, prompt, sampling, *, session):
         self.seeds.append(sampling.seed)
         done = await self.engine.generate(prompt, sampling, session=session)
-        await asyncio.sleep(self.chance.random() * 0.02)
+        await asyncio.sleep(self.rng.random() * 0.02)
         return done
 
 
 def play(agent, engine, renderer, size: int = 1, temperature: float = 1.0):
-    cast = EpisodeFactories(agent=lambda task: FunctionAgent(agent), env=lambda task: Once())
-    rollout = Rollout(engine, renderer, cast, Sampling(12, temperature), EpisodeLimits(max_context=250), concurrency=4)
+    episode_factories = EpisodeFactories(agent=lambda task: FunctionAgent(agent), env=lambda task: Once())
+    rollout = Rollout(
+        engine, renderer, episode_factories, Sampling(12, temperature), EpisodeLimits(max_context=250), concurrency=4
+    )
     (group,) = asyncio.run(rollout.collect([Task("t")], seed=3, group_size=size))
     return group
 
@@ -70,14 +72,14 @@ def test_four_chats_requested_at_once_give_four_texts(seedling):
     assert len({call.completion.tokens for call in episode.calls}) == 4
 
 
-def sub_agents(chance: random.Random):
+def sub_agents(rng: random.Random):
     """Asks, lets three others work at the same time, each with a tool that takes its time, and asks again."""
 
     async def work(number: int, model):
         mine = [Message("user", f"You are helper {number % 2}.")]
         for _ in range(3):
             mine += [await model.chat(mine), Message("user", "Go on.")]
-            await asyncio.sleep(chance.random() * 0.03)
+            await asyncio.sleep(rng.random() * 0.03)
         return mine[-2]
 
     async def run(task, env, model):
@@ -119,9 +121,9 @@ def test_the_calls_of_one_task_stand_together_between_those_of_the_agent(seedlin
 
 
 def test_what_is_requested_after_a_tool_of_unknown_length_is_answered_alike_in_any_order(seedling):
-    def agent(chance):
+    def agent(rng):
         async def fetch(number, model):
-            await asyncio.sleep(chance.random() * 0.03)
+            await asyncio.sleep(rng.random() * 0.03)
             return await model.chat([Message("user", f"Page {number} says so.")])
 
         async def run(task, env, model):

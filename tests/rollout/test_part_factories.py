@@ -47,12 +47,12 @@ class Changing:
             self.run = lambda task, env, model: None
 
 
-def cast(objects=None, *settings):
-    return RunPartFactory(load(None, list(settings)), objects or {}).cast()
+def episode_factories(objects=None, *settings):
+    return RunPartFactory(load(None, list(settings)), objects or {}).episode_factories()
 
 
 def test_classes_are_inspected_once_per_run(monkeypatch):
-    made = cast()
+    made = episode_factories()
     requests = []
     signature = inspect.signature
     monkeypatch.setattr(inspect, "signature", lambda *args, **more: requests.append(args) or signature(*args, **more))
@@ -63,7 +63,7 @@ def test_classes_are_inspected_once_per_run(monkeypatch):
 
 
 def test_every_episode_has_an_agent_and_an_environment_of_its_own():
-    made = cast({"object:counted": Counted}, "agent=object:counted")
+    made = episode_factories({"object:counted": Counted}, "agent=object:counted")
     assert made.env(Task("one")) is not made.env(Task("two"))
     assert made.agent(Task("one")) is not made.agent(Task("two"))
 
@@ -71,7 +71,7 @@ def test_every_episode_has_an_agent_and_an_environment_of_its_own():
 @pytest.mark.parametrize("given", [Board, Board([[1]]), lambda: SHARED], ids=["class", "object", "function"])
 def test_no_two_environments_share_what_the_user_handed_in(given):
     settings = ["env=object:board", *(["env.args.cells=[[1]]"] if given is Board else [])]
-    made = cast({"object:board": given}, *settings)
+    made = episode_factories({"object:board": given}, *settings)
     one, other = made.env(Task("one")), made.env(Task("two"))
     one.cells[0].append(2)
     assert other.cells == made.env(Task("three")).cells == [[1]]
@@ -82,18 +82,18 @@ SHARED = Board([[1]])
 
 def test_what_a_class_refuses_is_stated_with_the_key_of_its_arguments():
     with pytest.raises(ConfigError, match=r"env\.args: size=1"):
-        cast({"object:board": Board}, "env=object:board", "env.args.size=1")
+        episode_factories({"object:board": Board}, "env=object:board", "env.args.size=1")
 
 
 def test_an_agent_that_differs_from_the_one_that_was_checked_is_checked():
     Changing.made, Changing.run = 0, Counted.run
-    made = cast({"object:changing": Changing}, "agent=object:changing")
+    made = episode_factories({"object:changing": Changing}, "agent=object:changing")
     with pytest.raises(ConfigError, match="not async"):
         made.agent(Task("second"))
 
 
 def test_tasks_may_name_other_environments_and_agents():
-    made = cast()
+    made = episode_factories()
     assert type(made.env(Task("a"))) is not type(made.env(Task("b", (Message("user", "?"),), env="question")))
     assert type(made.agent(Task("a"))) is not type(made.agent(Task("b", agent="react")))
     for _ in range(2):

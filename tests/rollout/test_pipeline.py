@@ -55,14 +55,14 @@ class World:
     turns = 1, 4
 
     def __init__(self, seed: int, slow: float = 3.0, fails: float = 0.1, filtered: float = 0.0, redundancy: int = 0):
-        self.chance, self.slow, self.fails, self.filtered = generator(seed, "world"), slow, fails, filtered
+        self.rng, self.slow, self.fails, self.filtered = generator(seed, "world"), slow, fails, filtered
         self.version, self.behind = 0, 0
         self.counts, self.dropped_failures = Counter(), []
         self.begun, self.finished, self.cancelled = [], [], []
         self.options = GroupOptions(redundancy, keep=self.keep if filtered else None)
 
     def keep(self, group: Group) -> bool:
-        return bool(self.chance.random() >= self.filtered)
+        return bool(self.rng.random() >= self.filtered)
 
     def is_whole_batch(self, tasks):
         return False
@@ -81,7 +81,7 @@ class World:
         self.begun.append(name)
         episode = Episode(name, task, seed)
         try:
-            for turn in range(int(self.chance.integers(*self.turns))):
+            for turn in range(int(self.rng.integers(*self.turns))):
                 stamps = []
                 for _ in range(2):  # a completion may straddle an update
                     stamps.append(max(self.version - self.behind, 0))
@@ -91,13 +91,13 @@ class World:
         except asyncio.CancelledError:
             self.cancelled.append(name)
             raise
-        if self.chance.random() < self.fails:
+        if self.rng.random() < self.fails:
             episode.failure = Failure("tool", "timeout", "late")
         self.finished.append(name)
         return episode
 
     def pause(self) -> float:
-        return float(self.chance.exponential(self.slow / 4) if self.chance.random() < 0.9 else self.slow)
+        return float(self.rng.exponential(self.slow / 4) if self.rng.random() < 0.9 else self.slow)
 
 
 class Run:
@@ -199,7 +199,7 @@ class LateTools(World):
     turns = 1, 2
 
     def pause(self) -> float:
-        return 0.5 * float(np.exp(np.log(16) / 2.3263 * self.chance.standard_normal()))
+        return 0.5 * float(np.exp(np.log(16) / 2.3263 * self.rng.standard_normal()))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -72,8 +72,8 @@ def test_an_adversarial_tokenizer_never_changes_a_trained_id():
     odd = [[ord(c) * 10 + 7 for c in word] + [STOP] for word in ("yes", "no", "maybe")]
     assert all(tokenizer.encode(tokenizer.decode(reply)) != reply for reply in odd)
     engine = Noting(odd)
-    cast = EpisodeFactories(agent=lambda task: ChatAgent(), env=lambda task: Echo())
-    rollout = Rollout(engine, renderer, cast, Sampling(16), EpisodeLimits(max_context=2000), concurrency=4)
+    episode_factories = EpisodeFactories(agent=lambda task: ChatAgent(), env=lambda task: Echo())
+    rollout = Rollout(engine, renderer, episode_factories, Sampling(16), EpisodeLimits(max_context=2000), concurrency=4)
     (group,) = asyncio.run(rollout.collect([Task("t")], seed=0, group_size=5))
 
     sampled = [token for e in group.episodes for c in e.calls for token in c.completion.tokens]
@@ -97,8 +97,8 @@ def played(agent, replies=("yes",)):
     renderer = Renderer(Adversary(), Template(SHAPE, None, ";"), HermesParser(), (STOP,))
     engine = Noting([[ord(c) * 10 for c in word] + [STOP] for word in replies])
     engine.decode = renderer.tokenizer.decode
-    cast = EpisodeFactories(agent=lambda task: FunctionAgent(agent), env=lambda task: Echo())
-    rollout = Rollout(engine, renderer, cast, Sampling(16), EpisodeLimits(max_context=2000), concurrency=4)
+    episode_factories = EpisodeFactories(agent=lambda task: FunctionAgent(agent), env=lambda task: Echo())
+    rollout = Rollout(engine, renderer, episode_factories, Sampling(16), EpisodeLimits(max_context=2000), concurrency=4)
     (group,) = asyncio.run(rollout.collect([Task("t")], seed=0, group_size=1))
     return group.episodes[0], engine, renderer
 
@@ -235,10 +235,15 @@ class Page(Env):
 def shown(text: str, max_context: int = 500):
     tokenizer = Counting()
     renderer = Renderer(tokenizer, Template(SHAPE, None, ";"), HermesParser(), (STOP,))
-    cast = EpisodeFactories(agent=lambda task: ChatAgent(), env=lambda task: Page(text))
+    episode_factories = EpisodeFactories(agent=lambda task: ChatAgent(), env=lambda task: Page(text))
     engine = ScriptedEngine([[ord("y") * 10, STOP]])
     rollout = Rollout(
-        engine, renderer, cast, Sampling(16), EpisodeLimits(max_turns=2, max_context=max_context), concurrency=4
+        engine,
+        renderer,
+        episode_factories,
+        Sampling(16),
+        EpisodeLimits(max_turns=2, max_context=max_context),
+        concurrency=4,
     )
     (group,) = asyncio.run(rollout.collect([Task("t")], seed=0, group_size=1))
     return group.episodes[0], tokenizer.given

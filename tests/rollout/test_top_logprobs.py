@@ -35,7 +35,7 @@ def test_rivals_are_kept_and_change_nothing(tmp_path):
         for token, logprob, others in zip(output.tokens, output.logprobs, call.top_logprobs, strict=True):
             assert len(others) == 3
             assert token not in [other for other, _ in others]
-            assert math.exp(logprob) + sum(math.exp(chance) for _, chance in others) < 1.01
+            assert math.exp(logprob) + sum(math.exp(rng) for _, rng in others) < 1.01
 
 
 def test_a_token_is_not_its_own_rival_and_what_could_not_be_drawn_is_none():

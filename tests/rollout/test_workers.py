@@ -38,10 +38,10 @@ from arborl.types import Message, Sampling, StopReason, Task
 def rollout(seedling, env, workers="auto", per_process=0, concurrency=64, **limits) -> Rollout:
     renderer = seedling[1]
     replies = [[*renderer.tokenizer.encode(text), renderer.stop[0]] for text in ("yes", "no", "<answer>Up</answer>")]
-    cast = EpisodeFactories(agent=lambda task: ChatAgent(), env=lambda task: env())
+    episode_factories = EpisodeFactories(agent=lambda task: ChatAgent(), env=lambda task: env())
     limits = {"step_seconds": 20.0, "episode_seconds": 60.0} | limits
     engine, where = ScriptedEngine(replies), Workers(workers, per_process)
-    return Rollout(engine, renderer, cast, Sampling(8), EpisodeLimits(**limits), concurrency, where)
+    return Rollout(engine, renderer, episode_factories, Sampling(8), EpisodeLimits(**limits), concurrency, where)
 
 
 def play(run: Rollout, *names: str, size: int = 1):
@@ -213,15 +213,15 @@ def test_where_environments_run_changes_no_episode(seedling, workers):
 async def test_an_agent_may_ask_a_remote_environment_everything_it_may_ask_a_near_one():
     async def look(env) -> list:
         await env.reset(Task("t", seed=3, fields={"split": "train"}), 0)
-        chance = np.random.default_rng(0)
-        drawn = [env.random(chance) for _ in range(2)]
+        rng = np.random.default_rng(0)
+        drawn = [env.random(rng) for _ in range(2)]
         kept = env.snapshot()
         step = await env.step(Message("assistant", env.oracle()))
         reported = [env.state_key(), env.render(), env.actions(), env.metrics(), env.picture() is not None]
         env.restore(kept)
         back = env.state_key()
         await env.close()
-        return [drawn, chance.integers(1000), step, reported, back, env.metrics()]
+        return [drawn, rng.integers(1000), step, reported, back, env.metrics()]
 
     pool = ProcessPool()
     remote = ProcessEnv(Countdown(), pool, "countdown", 20.0)

@@ -33,8 +33,8 @@ TASK = Task("t", messages=(Message("user", "Add 97 and 62. Answer as <answer>num
 
 
 def rollout_of(loaded, env=Question, limits=EpisodeLimits(max_context=512), **args):  # noqa: B008
-    cast = EpisodeFactories(agent=lambda task: EndpointAgent(**args), env=lambda task: env())
-    return Rollout(loaded.engine, loaded.served.renderer, cast, Sampling(48), limits, concurrency=8)
+    episode_factories = EpisodeFactories(agent=lambda task: EndpointAgent(**args), env=lambda task: env())
+    return Rollout(loaded.engine, loaded.served.renderer, episode_factories, Sampling(48), limits, concurrency=8)
 
 
 def play(loaded, tasks=(TASK,), size=1, **args):

@@ -21,8 +21,8 @@ SESSIONS = "/v1/agents/tool/sessions"
 
 def agents_with(loaded, function, env=None):
     agents = loaded.agents
-    cast = EpisodeFactories(lambda task: FunctionAgent(function), env or agents.cast.env)
-    return ServedAgents(agents.engine, agents.renderer, cast, agents.sampling, agents.limits, ("mine",))
+    episode_factories = EpisodeFactories(lambda task: FunctionAgent(function), env or agents.episode_factories.env)
+    return ServedAgents(agents.engine, agents.renderer, episode_factories, agents.sampling, agents.limits, ("mine",))
 
 
 async def replies_to(messages, *arguments, **options):
@@ -117,10 +117,10 @@ def test_a_document_reader_answers_in_a_session_as_in_a_rollout():
     """StateLM on a document eight times its context, greedy: the same answer through the same calls."""
     recipe = Path(__file__).parents[2] / "recipes/statelm/run.yaml"
     served = build_served(load(recipe, ["env.args.tokens=[8200,8300]", "agent.args.max_assistant_turns=6"]))
-    parts = (served.engine, served.renderer, served.cast, served.sampling, served.limits)
+    parts = (served.engine, served.renderer, served.episode_factories, served.sampling, served.limits)
 
     async def run(task):
-        env = served.cast.env(task)
+        env = served.episode_factories.env(task)
         question = (await env.reset(task, 0)).messages[-1].content
         fields = {"document_content": inner_attribute(env, "document")}
         episode = await Rollout(*parts, 4).play(task, 0, "plain", {"temperature": 0.0})

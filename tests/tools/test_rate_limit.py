@@ -417,17 +417,17 @@ def test_values_that_may_be_are_believed(tmp_path, caplog):
 
 
 def test_no_bytes_in_the_file_make_anybody_wait_or_fail(tmp_path):
-    limit, chance = RateLimit(60_000, 2, "fuzz", folder=tmp_path), random.Random(0)
+    limit, rng = RateLimit(60_000, 2, "fuzz", folder=tmp_path), random.Random(0)
     limit.acquire_sync()
     whole = limit._limiter.path.read_bytes()
     for number in range(450):
         made = bytearray(whole)
         if number % 3 == 0:
-            made = chance.randbytes(chance.randrange(300))
+            made = rng.randbytes(rng.randrange(300))
         elif number % 3 == 1:
-            made[chance.randrange(len(made))] ^= 1 << chance.randrange(8)
+            made[rng.randrange(len(made))] ^= 1 << rng.randrange(8)
         else:
-            made = json.dumps({"grant": chance.choice([1e300, "x", None, [], {}]), "n": number}).encode()
+            made = json.dumps({"grant": rng.choice([1e300, "x", None, [], {}]), "n": number}).encode()
         limit._limiter.path.write_bytes(made)
         requested = time.monotonic()
         assert requested <= limit.acquire_sync(timeout=0.2) <= time.monotonic()

@@ -102,13 +102,13 @@ def test_an_episode_that_cannot_be_drawn_is_reported_and_costs_nothing_else(tmp_
             raise RuntimeError("gone")
 
     broken = {"a": Broken, "b": Words}
-    cast = EpisodeFactories(agent=lambda task: None, env=lambda task: broken[task.id]())
+    episode_factories = EpisodeFactories(agent=lambda task: None, env=lambda task: broken[task.id]())
     turn = Turn(Message("assistant", "yes"), (Message("user", "after yes"),))
     groups = [
         Group(Task(name), [Episode(f"{name}#0", Task(name), opening=(Message("user", "before"),), turns=[turn])])
         for name in "ab"
     ]
-    written = asyncio.run(EpisodeRenderer(cast, lambda ids: "", tmp_path, 1, 4).draw("train", 7, groups))
+    written = asyncio.run(EpisodeRenderer(episode_factories, lambda ids: "", tmp_path, 1, 4).draw("train", 7, groups))
     assert [path.name for path in written] == ["step-000007-b-0.gif"]
     assert "episode a#0 could not be rendered" in caplog.text
 

@@ -127,13 +127,13 @@ def serve(
 
     extra = []
     call_journal = CallJournal(journal or user_runtime_dir() / f"tools-{port}.journal")
-    desk = ToolDispatcher(chosen, concurrency, queue, call_journal)
+    dispatcher = ToolDispatcher(chosen, concurrency, queue, call_journal)
     if mcp:
         from arborl.tools.remote.mcp import mcp_endpoint
 
-        extra.append(mcp_endpoint(desk))
-    typer.echo(f"arborl: serving {', '.join(desk.toolbox.tools)} at http://{host}:{port}{sandbox_note}", err=True)
-    run(make_app(desk, api_key, extra=extra), host, port)
+        extra.append(mcp_endpoint(dispatcher))
+    typer.echo(f"arborl: serving {', '.join(dispatcher.toolbox.tools)} at http://{host}:{port}{sandbox_note}", err=True)
+    run(make_app(dispatcher, api_key, extra=extra), host, port)
 
 
 def check_sandbox(tools: Sequence[AnyTool], allow_unsafe: bool) -> str:

@@ -156,7 +156,7 @@ def check_environment(step: FirstStep) -> Finding:
     if step.parts.config.data.offline:
         return Finding("environment", "ok", "none: the data are demonstrations")
     task = step.parts.source.take(0, 1)[0]
-    problems = check_env(lambda: step.parts.cast.env(task), task, steps=8, seconds=ENV_SECONDS)
+    problems = check_env(lambda: step.parts.episode_factories.env(task), task, steps=8, seconds=ENV_SECONDS)
     if not problems:
         return Finding("environment", "ok", "keeps its contract")
     advice = "`arborl env check NAME` lists all problems; docs/environments.md has the contract."

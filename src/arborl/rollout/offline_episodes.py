@@ -38,7 +38,7 @@ class OfflineEpisodes:
             episodes = [self.episode(task, one, f"{task.id}#{i}") for i, one in enumerate(task.responses)]
             if self.with_mismatched:
                 other = tasks[number - 1].responses[0]
-                mismatched = self.episode(task, replace(other, score=0.0), f"{task.id}#stranger")
+                mismatched = self.episode(task, replace(other, score=0.0), f"{task.id}#mismatched")
                 mismatched.weight = 0.0
                 episodes.append(mismatched)
             groups.append(Group(task, episodes))

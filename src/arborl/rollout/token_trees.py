@@ -137,7 +137,7 @@ def _unshared_tokens(rows: Sequence[Tokens]) -> int:
     return sum(len(row) for row, after in zip(ordered, following, strict=False) if not row.begins(after))
 
 
-def branch_factors(weights: Sequence[float], most: int, how: DownsampleMode, chance: np.random.Generator) -> Floats:
+def branch_factors(weights: Sequence[float], most: int, how: DownsampleMode, rng: np.random.Generator) -> Floats:
     """Factor of each branch, 0 if it is dropped; `weights` are the weights of the branches in the loss. `random` keeps
     the last branch and samples the others; the factor is 1 / probability, so the expectation is unchanged. `last` keeps
     the latest branches, scaled to the total weight."""
@@ -150,10 +150,10 @@ def branch_factors(weights: Sequence[float], most: int, how: DownsampleMode, cha
         out[-most:] = sum(weights) / kept if kept > 0 else 1.0
         return out
     if most == 1:  # always keeping the last would be biased: any one is sampled
-        out[int(chance.integers(branches))] = branches
+        out[int(rng.integers(branches))] = branches
         return out
     out[-1] = 1.0
-    out[chance.choice(branches - 1, size=most - 1, replace=False)] = (branches - 1) / (most - 1)
+    out[rng.choice(branches - 1, size=most - 1, replace=False)] = (branches - 1) / (most - 1)
     return out
 
 
@@ -173,9 +173,9 @@ def downsample_branches(
     for group in groups:
         episodes = []
         for episode in group.valid_episodes:
-            chance = generator(seed, group.task.id, episode.id, episode.seed)
+            rng = generator(seed, group.task.id, episode.id, episode.seed)
             weights = weight_C[len(factor_C) : len(factor_C) + len(episode.calls)]
-            factors, num_dropped = _call_factors(episode, weights, most, how, chance)
+            factors, num_dropped = _call_factors(episode, weights, most, how, rng)
             factor_C += factors
             dropped += num_dropped
             kept_calls = [call for call, factor in zip(episode.calls, factors, strict=True) if factor > 0]
@@ -195,13 +195,13 @@ def downsample_branches(
 
 
 def _call_factors(
-    episode: Episode, weight_C: Floats, most: int, how: DownsampleMode, chance: np.random.Generator
+    episode: Episode, weight_C: Floats, most: int, how: DownsampleMode, rng: np.random.Generator
 ) -> tuple[list[float], int]:
     """The factor of each call, and the number of dropped branches. Branches without trained tokens do not count."""
     branch_C = episode.branches
     weight_B = np.bincount(branch_C, weight_C)
     pairs = zip(branch_C, episode.calls, strict=True)
     trained = sorted({branch for branch, call in pairs if call.trained and call.completion.tokens})
-    factors = branch_factors(weight_B[trained].tolist(), most, how, chance).tolist()
+    factors = branch_factors(weight_B[trained].tolist(), most, how, rng).tolist()
     factor_of = dict(zip(trained, factors, strict=True))
     return [factor_of.get(branch, 0.0) for branch in branch_C], max(len(trained) - most, 0)

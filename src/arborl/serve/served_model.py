@@ -62,7 +62,7 @@ def load_for_serving(
     backend = EngineBackend(engine, served.renderer, vocab_size, name, max_context, served.sampling)
     backend.version = step
     names = (short_name(config.agent.name), *config.data.agents)
-    agents = ServedAgents(engine, served.renderer, served.cast, served.sampling, served.limits, names)
+    agents = ServedAgents(engine, served.renderer, served.episode_factories, served.sampling, served.limits, names)
     return LoadedModel(served, engine, backend, agents)
 
 

@@ -111,7 +111,7 @@ class ServedAgents:
 
     engine: Engine
     renderer: Renderer
-    cast: EpisodeFactories
+    episode_factories: EpisodeFactories
     sampling: Sampling
     limits: EpisodeLimits
     names: tuple[str, ...]  # agent names; the first is the run's default
@@ -155,7 +155,7 @@ class AgentSession:
 
     @property
     def tools(self) -> tuple[ToolSpec, ...]:
-        agent = self.agents.cast.agent(self._task())
+        agent = self.agents.episode_factories.agent(self._task())
         toolbox = getattr(agent, "toolbox", None)
         return tuple(toolbox.specs) if toolbox is not None else tuple(getattr(agent, "specs", ()))
 
@@ -195,12 +195,12 @@ class AgentSession:
         task = self._task()
         episode = Episode(f"{task.id}#{len(self.episodes)}", task, self.seed)
         self.episodes.append(episode)
-        self._user = UserEnv(self.agents.cast.env(task))
+        self._user = UserEnv(self.agents.episode_factories.env(task))
         self._run = asyncio.create_task(self._play(episode, self._user))
 
     async def _play(self, episode: Episode, user: UserEnv) -> None:
         agents, task = self.agents, episode.task
-        limits = agents.cast.limits(task, agents.limits)
+        limits = agents.episode_factories.limits(task, agents.limits)
         limits = replace(limits, max_turns=10**6, step_seconds=USER_SECONDS)
         env = RecordedEnv(user, "user", limits, episode)
         model = ObservedRecorder(agents.engine, agents.renderer, self.sampling, limits, episode)
@@ -210,7 +210,7 @@ class AgentSession:
                 async with boundary(f"agent {self.agent}"):
                     try:
                         with closing(model):
-                            await agents.cast.agent(task).run(task, env, model)
+                            await agents.episode_factories.agent(task).run(task, env, model)
                     except EpisodeLimitReached as over:
                         episode.stop = StopReason(over.stop)
                     finally:

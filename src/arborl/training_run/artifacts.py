@@ -25,7 +25,7 @@ async def write_artifacts(parts: RunParts, home: Path, episodes: Sequence[Episod
     written = {"run folder": home, "summary": home / "summary.json", "metrics": home / "metrics.jsonl"}
     try:
         for number, episode in enumerate(select_episodes(episodes, parts.config.track.gifs), 1):
-            frames = await replay(parts.cast.env(episode.task), episode)
+            frames = await replay(parts.episode_factories.env(episode.task), episode)
             if frames:
                 path = written[f"episode {number}"] = save_gif(frames, home / "frames" / f"episode-{number}.gif")
                 rendered[path.name] = ("evaluation", step, episode.id)
@@ -52,14 +52,14 @@ class EpisodeRenderer:
 
     def __init__(
         self,
-        cast: EpisodeFactories,
+        episode_factories: EpisodeFactories,
         decode: Decode,
         folder: Path,
         every: int,
         count: int,
         drawn: Callable[[Path, int, str], None] = lambda path, step, kind: None,
     ):
-        self.cast, self.decode, self.drawn = cast, decode, drawn
+        self.episode_factories, self.decode, self.drawn = episode_factories, decode, drawn
         self.folder, self.every, self.count = folder, every, count
 
     async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:
@@ -72,7 +72,7 @@ class EpisodeRenderer:
             name = re.sub(r"[^\w.-]+", "-", episode.id)
             path = self.folder / kind / f"step-{step:06}-{name}.gif"
             try:
-                frames = await replay(self.cast.env(episode.task), episode, self.decode)
+                frames = await replay(self.episode_factories.env(episode.task), episode, self.decode)
                 if frames:
                     written.append(await asyncio.to_thread(save_gif, frames, path))
                     self.drawn(path, step, kind)

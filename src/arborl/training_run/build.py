@@ -62,7 +62,7 @@ class RunParts:
     renderer: Renderer
     engine: Engine
     source: TaskSource
-    cast: EpisodeFactories
+    episode_factories: EpisodeFactories
     rollout: Rollout
     rewards: Rewards
     algorithm: Algorithm
@@ -102,7 +102,7 @@ class ServingParts:
     model: PreTrainedModel
     renderer: Renderer
     engine: Engine
-    cast: EpisodeFactories
+    episode_factories: EpisodeFactories
     sampling: Sampling
     """As in the evaluation of the run."""
     limits: EpisodeLimits
@@ -132,7 +132,7 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None, training:
 
 def _build(factory: RunPartFactory, training: bool) -> RunParts:
     config = factory.config
-    cast, rewards = factory.cast(), factory.rewards()
+    episode_factories, rewards = factory.episode_factories(), factory.rewards()
     trackers = make_trackers(config.track, factory.objects)
     factory.check_names()
     sandbox = factory.sandbox()
@@ -162,9 +162,15 @@ def _build(factory: RunPartFactory, training: bool) -> RunParts:
     sampling = training_sampling(config, renderer)
     factory.connect(model, rewards, training)
     engine = factory.engine(
-        model, renderer, cast, sampling, kv_tokens=plan.kv_tokens, sleep_mode=plan.forecast.lent, training=training
+        model,
+        renderer,
+        episode_factories,
+        sampling,
+        kv_tokens=plan.kv_tokens,
+        sleep_mode=plan.forecast.kv_freed,
+        training=training,
     )
-    rollout = factory.rollout(engine, cast, sampling, episode_limits(config), rewards, given)
+    rollout = factory.rollout(engine, episode_factories, sampling, episode_limits(config), rewards, given)
     settings = plan.settings(config.learner)
     if not training:
         settings = settings.model_copy(update={"strategy": "single", "ranks": 1})
@@ -176,16 +182,17 @@ def _build(factory: RunPartFactory, training: bool) -> RunParts:
         else Evaluator(source, rollout, rewards, config.evaluation, config.seed, config.data.evaluation_counts)
     )
     return RunParts(
-        config=config, model_folder=folder, model=model, renderer=renderer, engine=engine, source=trained, cast=cast,
-        rollout=rollout, rewards=rewards, algorithm=algorithm, learner=learner, evaluator=evaluator, steps=steps,
-        sandbox=sandbox, tools=factory.open_tools, plan=plan, tracker_makers=trackers, cluster=factory.cluster,
+        config=config, model_folder=folder, model=model, renderer=renderer, engine=engine, source=trained,
+        episode_factories=episode_factories, rollout=rollout, rewards=rewards, algorithm=algorithm, learner=learner,
+        evaluator=evaluator, steps=steps, sandbox=sandbox, tools=factory.open_tools, plan=plan,
+        tracker_makers=trackers, cluster=factory.cluster,
     )  # fmt: skip
 
 
 def build_served(config: RunConfig, objects: Mapping[str, Any] | None = None) -> ServingParts:
     factory = RunPartFactory(config, objects or {}, connect=True)
     try:
-        cast = factory.cast()
+        episode_factories = factory.episode_factories()
         factory.sandbox()
         folder, renderer = _find_model(config)
         _set_up_torch(config, seeded=False)
@@ -193,13 +200,13 @@ def build_served(config: RunConfig, objects: Mapping[str, Any] | None = None) ->
         model = _load_checked_policy(config, folder, renderer)
         sampling = training_sampling(config, renderer)
         kv_tokens = config.engine.kv_tokens
-        engine = factory.engine(model, renderer, cast, sampling, kv_tokens=kv_tokens, training=False)
+        engine = factory.engine(model, renderer, episode_factories, sampling, kv_tokens=kv_tokens, training=False)
     except BaseException:
         factory.open_tools.stop()
         raise
     overrides = config.evaluation.sampling | {"temperature": config.evaluation.temperature}
     return ServingParts(
-        config=config, model=model, renderer=renderer, engine=engine, cast=cast,
+        config=config, model=model, renderer=renderer, engine=engine, episode_factories=episode_factories,
         sampling=replace(sampling, **overrides), limits=episode_limits(config), tools=factory.open_tools,
     )  # fmt: skip
 
@@ -208,7 +215,7 @@ def check(config: RunConfig) -> None:
     """Check that agents, environments, tools and rewards exist and accept their arguments, without a model. A tool that
     is a class (such as an index of a corpus) is not constructed; its arguments are checked."""
     factory = RunPartFactory(config, {})
-    factory.cast()
+    factory.episode_factories()
     factory.rewards()
     factory.check_names()
 

@@ -96,36 +96,36 @@ class RunPartFactory:
             if self.cluster is not None:
                 self.cluster.close()
 
-    def cast(self) -> EpisodeFactories:
+    def episode_factories(self) -> EpisodeFactories:
         """Constructors of agents and environments for a task. The parts are those of the task's source. A task may name
         another agent or environment; an agent in the configuration of the source takes precedence over one in its
         rows."""
-        config, seats = self.config, parts_by_source(self.config)
+        config, by_source = self.config, parts_by_source(self.config)
         tools, sources = self.tools(), config.data.sources
 
         def source_of(task: Task) -> str:
-            return task.source if task.source in seats else ""
+            return task.source if task.source in by_source else ""
 
         def agent_part(source: str, name: str | None) -> PartConfig:
             fixed = source in sources and sources[source].agent is not None
-            if not name or fixed or resolve_agent_name(name, config.data.agents) == seats[source].agent.name:
-                return seats[source].agent
+            if not name or fixed or resolve_agent_name(name, config.data.agents) == by_source[source].agent.name:
+                return by_source[source].agent
             return config.data.agents.get(name) or PartConfig(name=resolve_agent_name(name))
 
         @cache
         def env_constructor(source: str, name: str | None, agent: str | None) -> Callable[[], Env]:
-            seat = seats[source]
-            is_default = name in (None, seat.env.name)
-            part = seat.env if is_default else PartConfig(name=str(name))
-            make = env_factory(self.maker(ENVS, part, f"{seat.where}env"))
+            source_parts = by_source[source]
+            is_default = name in (None, source_parts.env.name)
+            part = source_parts.env if is_default else PartConfig(name=str(name))
+            make = env_factory(self.maker(ENVS, part, f"{source_parts.where}env"))
             system = getattr(agent_part(source, agent), "system", None)
             system = config.agent.system if system is None else system
-            prompt = seat.env.prompt if is_default else NO_PROMPT
-            return lambda: wrap_with_prompt(make(), prompt, system, seat.sizes)
+            prompt = source_parts.env.prompt if is_default else NO_PROMPT
+            return lambda: wrap_with_prompt(make(), prompt, system, source_parts.sizes)
 
         @cache
         def agent_constructor(source: str, name: str | None) -> Callable[[], Agent]:
-            part, key, context = agent_part(source, name), f"{seats[source].where}agent", seats[source].context
+            part, key, context = agent_part(source, name), f"{by_source[source].where}agent", by_source[source].context
             where, found = f"{key}={part.name}", self.find(AGENTS, part.name)
             refuse_plain_function(found, {*part.args, "tools"}, where)
             check_accepts_context(found, where, context)
@@ -138,36 +138,42 @@ class RunPartFactory:
         def make_agent(task: Task) -> Agent:
             return agent_constructor(source_of(task), task.agent)()
 
-        cast = EpisodeFactories(make_agent, make_env, *source_overrides(sources))
-        for name, seat in seats.items():
-            _check_env(cast.env(Task("check", source=name)), f"{seat.where}env={seat.env.name}")
-            self.made.append(cast.agent(Task("check", source=name)))
-        self.made += [cast.agent(Task("check", agent=name)) for name in config.data.agents]
+        episode_factories = EpisodeFactories(make_agent, make_env, *source_overrides(sources))
+        for name, source_parts in by_source.items():
+            where = f"{source_parts.where}env={source_parts.env.name}"
+            _check_env(episode_factories.env(Task("check", source=name)), where)
+            self.made.append(episode_factories.agent(Task("check", source=name)))
+        self.made += [episode_factories.agent(Task("check", agent=name)) for name in config.data.agents]
         self.made += [tool for some in tools.values() for tool in some]
-        return cast
+        return episode_factories
 
     def tools(self) -> dict[str, list[AnyTool]]:
-        seats = parts_by_source(self.config)
-        everywhere = [entry for seat in seats.values() for entry in seat.tools]
+        by_source = parts_by_source(self.config)
+        everywhere = [entry for source_parts in by_source.values() for entry in source_parts.tools]
         warn_foreign_variables(everywhere)
         made = {}
-        for name, seat in seats.items():
-            entries = merge_tool_args(seat.tools, seat.tool_args, seat.where, seat.tools if seat.where else everywhere)
+        for name, source_parts in by_source.items():
+            entries = merge_tool_args(
+                source_parts.tools,
+                source_parts.tool_args,
+                source_parts.where,
+                source_parts.tools if source_parts.where else everywhere,
+            )
             made[name] = [tool for entry in entries for tool in self.open_tools.load(*entry)]
         warn_incomplete_specs({tool.name: tool for some in made.values() for tool in some}.values())
         return made
 
     def rewards(self) -> Rewards:
-        seats = parts_by_source(self.config)
-        run = self._rewards(seats.pop(""))
+        by_source = parts_by_source(self.config)
+        run = self._rewards(by_source.pop(""))
         names = [name for name, source in self.config.data.sources.items() if source.rewards is not None]
-        return RewardsBySource(run, {name: self._rewards(seats[name]) for name in names}) if names else run
+        return RewardsBySource(run, {name: self._rewards(by_source[name]) for name in names}) if names else run
 
-    def _rewards(self, seat: SourceParts) -> Rewards:
+    def _rewards(self, source_parts: SourceParts) -> Rewards:
         """Rewards with their weights. A function is a reward; a class is called with its `args`."""
         chosen: list[tuple[str, Any, float]] = []
-        for number, part in enumerate(seat.rewards):
-            found, where = self.find(REWARDS, part.name), f"{seat.where}rewards.{number}.args"
+        for number, part in enumerate(source_parts.rewards):
+            found, where = self.find(REWARDS, part.name), f"{source_parts.where}rewards.{number}.args"
             if isinstance(found, type):
                 found = call_checked(found, part.args, where)
             elif part.args:
@@ -215,8 +221,10 @@ class RunPartFactory:
             found = self.find(AGENTS, resolve_agent_name(agent))
         except ConfigError as error:
             raise ConfigError(f"rows of {source}, agent_name: {error} Or write data.agents.{agent}=NAME.") from error
-        seats = parts_by_source(self.config)
-        check_accepts_context(found, f"agent_name={agent} of rows of {source}", seats.get(source, seats[""]).context)
+        by_source = parts_by_source(self.config)
+        check_accepts_context(
+            found, f"agent_name={agent} of rows of {source}", by_source.get(source, by_source[""]).context
+        )
 
     def algorithm(self) -> Algorithm:
         from arborl.algorithms import make_algorithm, object_finder
@@ -231,7 +239,7 @@ class RunPartFactory:
     def rollout(
         self,
         engine: Engine,
-        cast: EpisodeFactories,
+        episode_factories: EpisodeFactories,
         sampling: Sampling,
         limits: EpisodeLimits,
         rewards: Rewards,
@@ -256,7 +264,7 @@ class RunPartFactory:
         if concurrency is None and self.config.deterministic:
             concurrency = DEFAULT_CONCURRENCY  # adaptive concurrency, and so the metrics, would depend on time
         return Rollout(
-            engine, given.renderer, cast, sampling, limits, concurrency, workers, training, tape, given,
+            engine, given.renderer, episode_factories, sampling, limits, concurrency, workers, training, tape, given,
             self.config.track.top_logprobs,
         )  # fmt: skip
 
@@ -264,7 +272,7 @@ class RunPartFactory:
         self,
         model: PreTrainedModel,
         renderer: Renderer,
-        cast: EpisodeFactories,
+        episode_factories: EpisodeFactories,
         sampling: Sampling,
         *,
         kv_tokens: int = 0,
@@ -279,7 +287,7 @@ class RunPartFactory:
 
             return build_ray_engine(self.cluster, config, model, renderer, sampling)
         if settings.name == "scripted":
-            texts = options.replies or cast.env(Task("check")).actions() or ("Yes.",)
+            texts = options.replies or episode_factories.env(Task("check")).actions() or ("Yes.",)
             made: Engine = found(replies(renderer, texts), decode=decode)
             return made
         if settings.name not in ("local", "vllm", "http"):

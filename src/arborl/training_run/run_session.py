@@ -79,7 +79,7 @@ class RunSession:
         if track.render_every:
             decode = parts.renderer.tokenizer.decode
             self.render = EpisodeRenderer(
-                parts.cast, decode, home / "frames", track.render_every, track.gifs, self._picture
+                parts.episode_factories, decode, home / "frames", track.render_every, track.gifs, self._picture
             )
         self.episodes = WriteEpisodes(home / "episodes")
         imitation = self.config.demonstrations.steps

@@ -92,8 +92,8 @@ def _tokens(completion: Completion, decode: Decode) -> str:
         return "".join(f'<span class="token">{escape(word)}</span>' for word in words)
     spans = []
     for token, logprob, word in zip(completion.tokens, completion.logprobs, words, strict=True):
-        chance = math.exp(min(logprob, 0.0))
-        doubt = 1.0 - chance if math.isfinite(chance) else 1.0
-        title = f"token {token}, log-probability {logprob:.3f}, probability {chance:.1%}"
+        probability = math.exp(min(logprob, 0.0))
+        doubt = 1.0 - probability if math.isfinite(probability) else 1.0
+        title = f"token {token}, log-probability {logprob:.3f}, probability {probability:.1%}"
         spans.append(f'<span class="token" style="--doubt:{doubt:.2f}" title="{title}">{escape(word)}</span>')
     return "".join(spans)

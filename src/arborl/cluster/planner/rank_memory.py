@@ -79,16 +79,16 @@ class RankPlanner(MemoryPlanner):
         sequence where that does not fit."""
 
         def total(kv_tokens: int) -> int:
-            return min(self.forecast(*one, kv_tokens, self.lends).total for one in self._candidates())
+            return min(self.forecast(*one, kv_tokens, self.can_free_kv).total for one in self._candidates())
 
         several = total(self.kv_least)
         return several if several <= self.limit else total(self.kv_floor)
 
-    def forecast(self, tokens: int, recompute: bool, kv_tokens: int, lent: bool = False) -> MemoryForecast:
+    def forecast(self, tokens: int, recompute: bool, kv_tokens: int, kv_freed: bool = False) -> MemoryForecast:
         if self.strategy == "tensor" and self.ranks > 1:
             whole = dataclasses.replace(self, sizes=_narrow(self.sizes, self.ranks), ranks=1, strategy="single")
-            return whole.forecast(tokens, recompute, kv_tokens, lent)
-        forecast = MemoryPlanner.forecast(self, tokens, recompute, kv_tokens, lent)
+            return whole.forecast(tokens, recompute, kv_tokens, kv_freed)
+        forecast = MemoryPlanner.forecast(self, tokens, recompute, kv_tokens, kv_freed)
         if self.strategy == "fsdp2" and self.ranks > 1:
             layer = self.sizes.weights // max(1, self.sizes.layers)
             gradients = self.sizes.gradients(self.config.master == "float32") // max(1, self.sizes.layers)
@@ -142,7 +142,7 @@ def rank_planner(
         logit_rows=rows,
         cuda=device.cuda,
         truncates=config.sampling.top_k > 0 or config.sampling.top_p < 1 or config.sampling.min_p > 0,
-        lends=device.cuda and sampling and (engine.sleep_mode or not shared),
+        can_free_kv=device.cuda and sampling and (engine.sleep_mode or not shared),
         strategy=strategy,
         ranks=ranks,
         engine=0 if shared or not sampling else sizes.weights // split,

@@ -54,16 +54,16 @@ def make_facts(count: int = 2000, seed: int = 0) -> tuple[list[Row], list[Row]]:
 
 
 def _known(seed: int, person_name: str) -> dict[str, str]:
-    chance = generator(seed, "facts", person_name)
+    rng = generator(seed, "facts", person_name)
 
     def pick(options: tuple[str, ...]) -> str:
-        return options[int(chance.integers(len(options)))]
+        return options[int(rng.integers(len(options)))]
 
     return {
         "trade": pick(TRADES),
         "thing": f"{pick(COLOURS)} {pick(OBJECTS)}",
         "place": pick(PLACES),
-        "year": str(int(chance.integers(1850, 2000))),
+        "year": str(int(rng.integers(1850, 2000))),
     }
 
 

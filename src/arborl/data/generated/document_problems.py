@@ -53,10 +53,10 @@ WHEN = _words(
 )
 
 
-def filler(chance: np.random.Generator, tokens: int) -> list[str]:
+def filler(rng: np.random.Generator, tokens: int) -> list[str]:
     """Filler sentences of about `tokens` words and punctuation marks."""
     count = max(tokens // 9, 1)
-    drawn = zip(*(chance.integers(len(words), size=count) for words in (OPENINGS, WHO, DID, PLACES, WHEN)), strict=True)
+    drawn = zip(*(rng.integers(len(words), size=count) for words in (OPENINGS, WHO, DID, PLACES, WHEN)), strict=True)
     sentences = [f"{OPENINGS[o]} {WHO[w]} {DID[d]} the {PLACES[p]} {WHEN[t]}." for o, w, d, p, t in drawn]
     left, chosen_sentences = tokens, []
     for sentence in sentences:
@@ -134,83 +134,83 @@ def make_document_problem(
         raise ValueError(f"hops={hops}: give 1 to {MOST_HOPS}")
     if distractors < 0 or lures < 0:
         raise ValueError(f"distractors={distractors}, lures={lures}: give 0 or more")
-    chance = generator(seed, "documents", tokens, hops)
-    people = [PEOPLE[i] for i in chance.permutation(len(PEOPLE))]
-    things = _things(chance, distractors + 1)
-    chain, question, answers = _chain(chance, people, things[0], hops)
+    rng = generator(seed, "documents", tokens, hops)
+    people = [PEOPLE[i] for i in rng.permutation(len(PEOPLE))]
+    things = _things(rng, distractors + 1)
+    chain, question, answers = _chain(rng, people, things[0], hops)
     sentences_to_insert = [hop.fact for hop in chain]
-    sentences_to_insert += _others(chance, people[hops:], things[1:], answers, distractors)
-    sentences_to_insert += [_lure(chance, hop.subject) for hop in chain for _ in range(lures)]
-    text = _write(chance, sentences_to_insert, tokens)
-    options_list = _choices(chance, chain[-1].found, answers) if choices else ()
+    sentences_to_insert += _others(rng, people[hops:], things[1:], answers, distractors)
+    sentences_to_insert += [_lure(rng, hop.subject) for hop in chain for _ in range(lures)]
+    text = _write(rng, sentences_to_insert, tokens)
+    options_list = _choices(rng, chain[-1].found, answers) if choices else ()
     return DocumentProblem(text, question, chain[-1].found, tuple(chain), options_list)
 
 
-def _chain(chance: Chance, people: list[str], thing: str, hops: int) -> tuple[list[Hop], str, tuple[str, ...]]:
+def _chain(rng: Chance, people: list[str], thing: str, hops: int) -> tuple[list[Hop], str, tuple[str, ...]]:
     person, chain = people[0], []
     subject = person
     if hops > 1:
-        chain.append(Hop(thing, _sentence(chance, KEEPS, person, thing), person))
+        chain.append(Hop(thing, _sentence(rng, KEEPS, person, thing), person))
         subject = f"the keeper of the {thing}"
     for next_one in people[1 : max(hops - 1, 1)]:
-        chain.append(Hop(person, _sentence(chance, TEACHES, person, next_one), next_one))
+        chain.append(Hop(person, _sentence(rng, TEACHES, person, next_one), next_one))
         person, subject = next_one, f"the teacher of {subject}"
-    if chance.random() < 0.5:
-        town = _pick(chance, TOWNS)
-        chain.append(Hop(person, _sentence(chance, LIVES, person, town), town))
+    if rng.random() < 0.5:
+        town = _pick(rng, TOWNS)
+        chain.append(Hop(person, _sentence(rng, LIVES, person, town), town))
         return chain, f"Where does {subject} live?", TOWNS
-    trade = _pick(chance, TRADES)
-    chain.append(Hop(person, _sentence(chance, WORKS, person, trade), trade))
+    trade = _pick(rng, TRADES)
+    chain.append(Hop(person, _sentence(rng, WORKS, person, trade), trade))
     return chain, f"What is the trade of {subject}?", TRADES
 
 
-def _others(chance: Chance, people: list[str], things: list[str], answers: tuple[str, ...], count: int) -> list[str]:
+def _others(rng: Chance, people: list[str], things: list[str], answers: tuple[str, ...], count: int) -> list[str]:
     sentences = []
     for number in range(count):
-        one, two = (people[int(i)] for i in chance.choice(len(people), size=2, replace=False))
+        one, two = (people[int(i)] for i in rng.choice(len(people), size=2, replace=False))
         facts = (
-            _sentence(chance, KEEPS, one, things[number]),
-            _sentence(chance, TEACHES, one, two),
-            _sentence(chance, LIVES if answers is TOWNS else WORKS, one, _pick(chance, answers)),
+            _sentence(rng, KEEPS, one, things[number]),
+            _sentence(rng, TEACHES, one, two),
+            _sentence(rng, LIVES if answers is TOWNS else WORKS, one, _pick(rng, answers)),
         )
         sentences.append(facts[number % 3])
     return sentences
 
 
-def _lure(chance: Chance, subject: str) -> str:
+def _lure(rng: Chance, subject: str) -> str:
     name = subject if subject in PEOPLE else f"the {subject}"
-    return _pick(chance, LURES).format(a=name, place=_pick(chance, PLACES))
+    return _pick(rng, LURES).format(a=name, place=_pick(rng, PLACES))
 
 
-def _write(chance: Chance, sentences_to_insert: list[str], tokens: int) -> str:
+def _write(rng: Chance, sentences_to_insert: list[str], tokens: int) -> str:
     """The sentences at random positions in filler text, in paragraphs."""
     room = tokens - sum(map(count_words, sentences_to_insert))
-    sentences = filler(chance, room)
-    places = np.sort(chance.integers(0, len(sentences) + 1, size=len(sentences_to_insert)))[::-1]
-    for place, number in zip(places, chance.permutation(len(sentences_to_insert)), strict=True):
+    sentences = filler(rng, room)
+    places = np.sort(rng.integers(0, len(sentences) + 1, size=len(sentences_to_insert)))[::-1]
+    for place, number in zip(places, rng.permutation(len(sentences_to_insert)), strict=True):
         sentences.insert(int(place), sentences_to_insert[int(number)])
     return "\n".join(" ".join(sentences[i : i + 6]) for i in range(0, len(sentences), 6)) + "\n"
 
 
-def _things(chance: Chance, count: int) -> list[str]:
+def _things(rng: Chance, count: int) -> list[str]:
     if count > len(COLOURS) * len(OBJECTS):
         raise ValueError(f"distractors={count - 1}: give at most {len(COLOURS) * len(OBJECTS) - 1}")
-    drawn = chance.choice(len(COLOURS) * len(OBJECTS), size=count, replace=False)
+    drawn = rng.choice(len(COLOURS) * len(OBJECTS), size=count, replace=False)
     return [f"{COLOURS[int(i) % len(COLOURS)]} {OBJECTS[int(i) // len(COLOURS)]}" for i in drawn]
 
 
-def _choices(chance: Chance, answer: str, answers: tuple[str, ...]) -> tuple[str, ...]:
+def _choices(rng: Chance, answer: str, answers: tuple[str, ...]) -> tuple[str, ...]:
     others = [one for one in answers if one != answer]
-    options_list = [answer, *(others[int(i)] for i in chance.choice(len(others), size=3, replace=False))]
-    return tuple(options_list[int(i)] for i in chance.permutation(4))
+    options_list = [answer, *(others[int(i)] for i in rng.choice(len(others), size=3, replace=False))]
+    return tuple(options_list[int(i)] for i in rng.permutation(4))
 
 
-def _sentence(chance: Chance, ways: tuple[str, ...], a: str, b: str) -> str:
-    return _pick(chance, ways).format(a=a, b=b)
+def _sentence(rng: Chance, ways: tuple[str, ...], a: str, b: str) -> str:
+    return _pick(rng, ways).format(a=a, b=b)
 
 
-def _pick(chance: Chance, options: tuple[str, ...]) -> str:
-    return options[int(chance.integers(len(options)))]
+def _pick(rng: Chance, options: tuple[str, ...]) -> str:
+    return options[int(rng.integers(len(options)))]
 
 
 def make_documents(
@@ -238,9 +238,9 @@ def make_documents(
         raise ValueError(f"count={count}: give 1 or more")
     rows = []
     for number in range(count):
-        chance = generator(seed, "document row", number)
-        size, steps = _within(chance, tokens, "tokens"), _within(chance, hops, "hops")
-        problem_seed = int(chance.integers(1 << 62))
+        rng = generator(seed, "document row", number)
+        size, steps = _within(rng, tokens, "tokens"), _within(rng, hops, "hops")
+        problem_seed = int(rng.integers(1 << 62))
         problem = make_document_problem(problem_seed, size, steps, distractors, lures, choices=kind == "choice")
         rows.append(_row(f"documents-{seed}-{number}", problem, kind))
     return rows
@@ -261,8 +261,8 @@ def _row(name: str, problem: DocumentProblem, kind: str) -> Row:
     }
 
 
-def _within(chance: Chance, bounds: int | tuple[int, int], name: str) -> int:
+def _within(rng: Chance, bounds: int | tuple[int, int], name: str) -> int:
     low, high = (bounds, bounds) if isinstance(bounds, int) else bounds
     if not 1 <= low <= high:
         raise ValueError(f"{name}={bounds}: give a number, or two of which the first is not larger")
-    return int(chance.integers(low, high + 1))
+    return int(rng.integers(low, high + 1))

@@ -31,12 +31,12 @@ class ArithmeticProblem:
     answer: str
 
 
-def arithmetic_problem(chance: Chance, level: int = 1) -> ArithmeticProblem:
+def arithmetic_problem(rng: Chance, level: int = 1) -> ArithmeticProblem:
     """One problem. Level 1 takes one operation on numbers below 100, level 2 two, level 3 also division and percent."""
     if level not in LEVELS:
         raise ValueError(f"level={level}: give 1, 2 or 3")
     makers = LEVELS[level]
-    text, expression, value = makers[int(chance.integers(len(makers)))](chance)
+    text, expression, value = makers[int(rng.integers(len(makers)))](rng)
     return ArithmeticProblem(f"{text} {NUMBER_ANSWER}", expression, show(value))
 
 
@@ -71,12 +71,12 @@ Made = tuple[str, str, Fraction]
 """Question, expression, answer."""
 
 
-def _number(chance: Chance, low: int = 1, high: int = 99) -> int:
-    return int(chance.integers(low, high + 1))
+def _number(rng: Chance, low: int = 1, high: int = 99) -> int:
+    return int(rng.integers(low, high + 1))
 
 
-def _pick(chance: Chance, options: Sequence[str]) -> str:
-    return options[int(chance.integers(len(options)))]
+def _pick(rng: Chance, options: Sequence[str]) -> str:
+    return options[int(rng.integers(len(options)))]
 
 
 ONE = {
@@ -104,55 +104,55 @@ ONE = {
 }
 
 
-def _one(chance: Chance) -> Made:
-    sign = _pick(chance, tuple(ONE))
-    a, b = _number(chance), _number(chance)
+def _one(rng: Chance) -> Made:
+    sign = _pick(rng, tuple(ONE))
+    a, b = _number(rng), _number(rng)
     if sign == "-":
         a, b = max(a, b), min(a, b)
-    text = _pick(chance, ONE[sign]).format(a=a, b=b, name=_pick(chance, NAMES), things=_pick(chance, THINGS))
+    text = _pick(rng, ONE[sign]).format(a=a, b=b, name=_pick(rng, NAMES), things=_pick(rng, THINGS))
     value = {"+": a + b, "-": a - b, "*": a * b}[sign]
     return text, f"{a} {sign} {b}", Fraction(value)
 
 
-def _shopping(chance: Chance) -> Made:
-    name, things = _pick(chance, NAMES), _pick(chance, THINGS)
-    count, price, more = _number(chance, 2, 20), _number(chance, 2, 50), _number(chance)
+def _shopping(rng: Chance) -> Made:
+    name, things = _pick(rng, NAMES), _pick(rng, THINGS)
+    count, price, more = _number(rng, 2, 20), _number(rng, 2, 50), _number(rng)
     text = (
         f"{name} buys {count} {things} at {price} dollars each and a bag for {more} dollars. How many dollars in all?"
     )
     return text, f"{count} * {price} + {more}", Fraction(count * price + more)
 
 
-def _change(chance: Chance) -> Made:
-    name, things = _pick(chance, NAMES), _pick(chance, THINGS)
-    count, price, rest = _number(chance, 2, 12), _number(chance, 2, 30), _number(chance)
+def _change(rng: Chance) -> Made:
+    name, things = _pick(rng, NAMES), _pick(rng, THINGS)
+    count, price, rest = _number(rng, 2, 12), _number(rng, 2, 30), _number(rng)
     paid = count * price + rest
     text = f"{name} pays {paid} dollars for {count} {things} at {price} dollars each. How many dollars come back?"
     return text, f"{paid} - {count} * {price}", Fraction(rest)
 
 
-def _give_and_take(chance: Chance) -> Made:
-    name, things = _pick(chance, NAMES), _pick(chance, THINGS)
-    a, b = _number(chance, 20), _number(chance)
-    c = _number(chance, 1, a + b)
+def _give_and_take(rng: Chance) -> Made:
+    name, things = _pick(rng, NAMES), _pick(rng, THINGS)
+    a, b = _number(rng, 20), _number(rng)
+    c = _number(rng, 1, a + b)
     text = f"{name} has {a} {things}, finds {b} and loses {c}. How many are left?"
     return text, f"{a} + {b} - {c}", Fraction(a + b - c)
 
 
-def _share(chance: Chance) -> Made:
-    things, people, each = _pick(chance, THINGS), _number(chance, 2, 20), _number(chance, 2)
+def _share(rng: Chance) -> Made:
+    things, people, each = _pick(rng, THINGS), _number(rng, 2, 20), _number(rng, 2)
     text = f"{people * each} {things} are shared among {people} people. How many does each get?"
     return text, f"{people * each} / {people}", Fraction(each)
 
 
-def _percent(chance: Chance) -> Made:
-    rate, price = 5 * _number(chance, 1, 19), _number(chance, 2, 200)
+def _percent(rng: Chance) -> Made:
+    rate, price = 5 * _number(rng, 1, 19), _number(rng, 2, 200)
     text = f"A coat costs {price} dollars. The price falls by {rate} percent. How many dollars is it now?"
     return text, f"{price} * (100 - {rate}) / 100", Fraction(price * (100 - rate), 100)
 
 
-def _mean(chance: Chance) -> Made:
-    a, b, c, d = (_number(chance) for _ in range(4))
+def _mean(rng: Chance) -> Made:
+    a, b, c, d = (_number(rng) for _ in range(4))
     return f"What is the mean of {a}, {b}, {c} and {d}?", f"({a} + {b} + {c} + {d}) / 4", Fraction(a + b + c + d, 4)
 
 
@@ -169,46 +169,46 @@ WORDS = ("banana", "seedling", "river", "mirror", "lantern", "pepper", "garden",
 TEXT_ANSWER = "Answer as <answer>text</answer>."
 
 
-def _numbers(chance: Chance, count: int, high: int = 99) -> list[int]:
-    return [int(x) for x in chance.integers(1, high + 1, size=count)]
+def _numbers(rng: Chance, count: int, high: int = 99) -> list[int]:
+    return [int(x) for x in rng.integers(1, high + 1, size=count)]
 
 
-def _computation(chance: Chance) -> tuple[str, str]:
-    match int(chance.integers(8)):
+def _computation(rng: Chance) -> tuple[str, str]:
+    match int(rng.integers(8)):
         case 0:
-            a, b = _numbers(chance, 2, 999)
+            a, b = _numbers(rng, 2, 999)
             return f"What is {a} * {b}?", f"{a} * {b}"
         case 1:
-            a, b = _numbers(chance, 1, 999)[0], _numbers(chance, 1, 30)[0]
+            a, b = _numbers(rng, 1, 999)[0], _numbers(rng, 1, 30)[0]
             return f"What is the remainder of {a} divided by {b}?", f"{a} % {b}"
         case 2:
-            (n,) = _numbers(chance, 1)
+            (n,) = _numbers(rng, 1)
             return f"What is the sum of the numbers from 1 to {n}?", f"sum(range(1, {n + 1}))"
         case 3:
-            numbers = _numbers(chance, 5)
+            numbers = _numbers(rng, 5)
             return f"What is the largest of {', '.join(map(str, numbers))}?", f"max({numbers})"
         case 4:
-            numbers = _numbers(chance, 4)
+            numbers = _numbers(rng, 4)
             return f"What is the sum of {', '.join(map(str, numbers))}?", f"sum({numbers})"
         case 5:
-            word = _word(chance)
+            word = _word(rng)
             return f"Write {word} backwards.", f"{word!r}[::-1]"
         case 6:
-            word = _word(chance)
-            letter = word[int(chance.integers(len(word)))]
+            word = _word(rng)
+            letter = word[int(rng.integers(len(word)))]
             return f"How many times is {letter} in {word}?", f"{word!r}.count({letter!r})"
-    word = _word(chance)
+    word = _word(rng)
     return f"How many letters has {word}?", f"len({word!r})"
 
 
-def _word(chance: Chance) -> str:
+def _word(rng: Chance) -> str:
     """Two words as one: there are a hundred of them."""
-    return _pick(chance, WORDS) + _pick(chance, WORDS)
+    return _pick(rng, WORDS) + _pick(rng, WORDS)
 
 
-def computation_problem(chance: Chance) -> Row:
+def computation_problem(rng: Chance) -> Row:
     """A question that one line of Python answers."""
-    question, expression = _computation(chance)
+    question, expression = _computation(rng)
     answer = eval(
         expression, {"__builtins__": {"sum": sum, "max": max, "len": len, "range": range}}
     )  # ours, from above
@@ -237,13 +237,13 @@ FUNCTIONS: tuple[tuple[str, str, str, str], ...] = (
 """Name, parameter, what it does, and an expression that does it."""
 
 
-def function(chance: Chance, cases: int = 5) -> Row:
+def function(rng: Chance, cases: int = 5) -> Row:
     """A function to write, with calls and what they return."""
-    name, parameter, does, body = FUNCTIONS[int(chance.integers(len(FUNCTIONS)))]
-    n = int(chance.integers(2, 10))
+    name, parameter, does, body = FUNCTIONS[int(rng.integers(len(FUNCTIONS)))]
+    n = int(rng.integers(2, 10))
     body = body.format(n=n)
     solve = eval(f"lambda {parameter}: {body}")  # ours, from the table above
-    inputs = [_input(chance, parameter) for _ in range(cases)]
+    inputs = [_input(rng, parameter) for _ in range(cases)]
     return {
         "question": f"Write a Python function {name}({parameter}) that {does.format(n=n)}. "
         "Answer with the code in a ```python block.",
@@ -252,16 +252,16 @@ def function(chance: Chance, cases: int = 5) -> Row:
     }
 
 
-def program(chance: Chance, cases: int = 5) -> Row:
+def program(rng: Chance, cases: int = 5) -> Row:
     """A program to write, with inputs and what it prints."""
-    n = int(chance.integers(2, 10))
+    n = int(rng.integers(2, 10))
     does, body = (
         (f"prints their sum times {n}", f"sum(numbers) * {n}"),
         ("prints the largest of them", "max(numbers)"),
         (f"prints how many of them are above {n}", f"sum(x > {n} for x in numbers)"),
-    )[int(chance.integers(3))]
+    )[int(rng.integers(3))]
     solve = eval(f"lambda numbers: {body}")  # ours, from the line above
-    inputs = [_numbers(chance, int(chance.integers(1, 6)), 20) for _ in range(cases)]
+    inputs = [_numbers(rng, int(rng.integers(1, 6)), 20) for _ in range(cases)]
     return {
         "question": f"Write a Python program that reads one line of numbers and {does}. "
         "Answer with the code in a ```python block.",
@@ -270,12 +270,12 @@ def program(chance: Chance, cases: int = 5) -> Row:
     }
 
 
-def _input(chance: Chance, parameter: str) -> Any:
+def _input(rng: Chance, parameter: str) -> Any:
     if parameter == "x":
-        return int(chance.integers(0, 200))
+        return int(rng.integers(0, 200))
     if parameter == "items":
-        return _numbers(chance, int(chance.integers(1, 8)), 20)
-    return _word(chance)
+        return _numbers(rng, int(rng.integers(1, 8)), 20)
+    return _word(rng)
 
 
 CODE_KINDS: dict[str, Callable[[Chance], Row]] = {

@@ -108,7 +108,7 @@ class MemoryForecast:
     logits: int
     kv: int
     beside: int = 0
-    lent: bool = False  # the engine frees its KV cache while the learner works
+    kv_freed: bool = False  # the engine frees its KV cache while the learner works
 
     @property
     def staying(self) -> int:
@@ -122,7 +122,7 @@ class MemoryForecast:
 
     @property
     def total(self) -> int:
-        both = max(self.learning, self.kv) if self.lent else self.learning + self.kv
+        both = max(self.learning, self.kv) if self.kv_freed else self.learning + self.kv
         return self.staying + both
 
 
@@ -160,13 +160,13 @@ class MemoryPlanner:
     logit_rows: int  # maximum number of rows of logits in memory at once
     cuda: bool = True
     truncates: bool = False  # whether sampling truncates the vocabulary (top-k, top-p, min-p): then logits are sorted
-    lends: bool = False  # whether the engine can free its memory while the learner works
+    can_free_kv: bool = False  # whether the engine can free its memory while the learner works
 
     @property
     def uses_fused_layers(self) -> bool:
         return uses_fused_layers(self.sizes, self.config, self.cuda)
 
-    def forecast(self, tokens: int, recompute: bool, kv_tokens: int, lent: bool = False) -> MemoryForecast:
+    def forecast(self, tokens: int, recompute: bool, kv_tokens: int, kv_freed: bool = False) -> MemoryForecast:
         sizes, master, offload = self.sizes, self.config.master == "float32", self.config.offload
         models = 2 if self.needs.value and self.config.has_separate_critic else 1
         longest = max(tokens, self.context)
@@ -203,27 +203,27 @@ class MemoryPlanner:
             logits=logits,
             kv=kv_tokens * self.kv_token,
             beside=LIBRARY_BYTES if self.cuda else 0,
-            lent=lent,
+            kv_freed=kv_freed,
         )
 
     def plan(self) -> MemoryPlan:
         """The first settings that fit with `kv_least` tokens in the KV cache; otherwise the smallest, with the rest for
         the cache. Freeing the cache during updates costs a fraction of a second per step, less than gradient
         checkpointing."""
-        candidates, lending = list(self._candidates()), (False, True) if self.lends else (False,)
+        candidates, lending = list(self._candidates()), (False, True) if self.can_free_kv else (False,)
         for tokens, recompute in candidates:
-            for lent in lending:
-                plan = self._with(tokens, recompute, self.kv_least, lent)
+            for kv_freed in lending:
+                plan = self._with(tokens, recompute, self.kv_least, kv_freed)
                 if plan.fits:
                     return plan
         tokens, recompute = min(candidates, key=lambda one: self.forecast(one[0], one[1], 0).total)
         return self._with(tokens, recompute, self.kv_floor, lending[-1])
 
-    def _with(self, tokens: int, recompute: bool, least: int, lent: bool) -> MemoryPlan:
-        alone = self.forecast(tokens, recompute, 0, lent)
-        room = (self.limit - (alone.staying if lent else alone.total)) // max(self.kv_token, 1)
+    def _with(self, tokens: int, recompute: bool, least: int, kv_freed: bool) -> MemoryPlan:
+        alone = self.forecast(tokens, recompute, 0, kv_freed)
+        room = (self.limit - (alone.staying if kv_freed else alone.total)) // max(self.kv_token, 1)
         kv = min(self.kv_wanted, max(room, least))
-        return MemoryPlan(tokens, recompute, kv, self.forecast(tokens, recompute, kv, lent), self.limit)
+        return MemoryPlan(tokens, recompute, kv, self.forecast(tokens, recompute, kv, kv_freed), self.limit)
 
     def _candidates(self) -> Iterator[tuple[int, bool]]:
         """Gradient checkpointing comes before small micro-batches: it costs a third more work, small ones leave a GPU

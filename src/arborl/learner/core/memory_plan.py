@@ -80,7 +80,7 @@ def plan_memory(model: PreTrainedModel, config: RunConfig, needs: ModelNeeds) ->
         logit_rows=max_logit_rows(model.device, sizes.vocabulary, uses_fused_layers(sizes, learner, cuda)),
         cuda=cuda,
         truncates=drawn.top_k > 0 or drawn.top_p < 1 or drawn.min_p > 0,
-        lends=cuda and bool(kv_token) and engine.sleep_mode,
+        can_free_kv=cuda and bool(kv_token) and engine.sleep_mode,
     )  # fmt: skip
     if cuda:
         plan = planner.plan()
@@ -97,7 +97,7 @@ def describe_plan(plan: MemoryPlan, sizes: ModelSizes, total: int) -> str:
     named = {
         "weights": parts.weights, "optimizer state": parts.optimizer, "gradients": parts.gradients,
         "other models": parts.others, f"activations {how}": parts.activations, "logits": parts.logits,
-        f"KV cache of {plan.kv_tokens:,} tokens{' (freed during updates)' if parts.lent else ''}": parts.kv,
+        f"KV cache of {plan.kv_tokens:,} tokens{' (freed during updates)' if parts.kv_freed else ''}": parts.kv,
         "libraries": parts.beside,
     }  # fmt: skip
     listed = ", ".join(f"{name} {size / GIB:.{1 if size >= GIB else 2}f}" for name, size in named.items() if size)
