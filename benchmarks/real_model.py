@@ -205,7 +205,7 @@ def main() -> int:
     def run_job(job: Job) -> Row:
         ended = {} if args.collect else train(job, args.set, deadline)
         row = collect_results(job) | ended
-        print(json.dumps(row), flush=True)
+        sys.stdout.write(json.dumps(row) + "\n")  # one write: runs end in several threads
         return row
 
     with ThreadPoolExecutor(args.parallel) as pool:

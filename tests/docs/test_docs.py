@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import slow_cases
 from typer.testing import CliRunner
 
 import arborl
@@ -26,7 +27,18 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if blocks(name, "python")])
+LONG = {
+    f"docs/{name}.md"
+    for name in ("rollout", "rewards", "environments", "learner", "tools", "trainer", "tracking", "trl")
+}
+"""Pages whose examples take longest."""
+WITH_CODE = [name for name in PAGES if blocks(name, "python")]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*(page for page in WITH_CODE if page not in LONG), *slow_cases(*(page for page in WITH_CODE if page in LONG))],
+)
 def test_python_examples_run(name, tmp_path, monkeypatch):
     """All blocks of a page in one namespace, as a reader would paste them; training runs as a stub."""
     monkeypatch.chdir(tmp_path)

@@ -93,6 +93,7 @@ def test_a_run_on_given_rows_lowers_the_held_out_loss_and_goes_on_exactly(name, 
     assert name != "sft" or (tmp_path / "whole" / "curve.png").exists()
 
 
+@pytest.mark.slow
 def test_demonstrations_come_first_then_beside_and_both_phases_go_on_exactly(files, tmp_path):
     home, path = tmp_path / "whole", f"demonstrations.path={files / 'sft'}.jsonl"
     settings = [*DEMONSTRATED, path, f"output_dir={home}"]

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from cases import slow_cases
 from learner_fakes import SAMPLING, Fake, assert_equal, leaves, step
 
 from arborl.config.run_config import LearnerConfig, LoraConfig
@@ -43,8 +44,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("mode", ["optimizer", "all"])
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    [
+        *((case, "all") for case in CASES),
+        *[("float32", "optimizer"), ("adapters", "optimizer")],
+        *slow_cases(*((case, "optimizer") for case in CASES if case not in ("float32", "adapters"))),
+    ],
+)
 def test_the_result_is_that_of_a_run_that_keeps_everything_on_the_device(tiny_llama, case, mode):
     dtype, kind, more, adapters = CASES[case]
     model = copy.deepcopy(tiny_llama).to(getattr(torch, dtype))

@@ -68,8 +68,11 @@ def check_refused(home: Path, name: str, place: str, verb: list[str]) -> None:
 
 @pytest.mark.parametrize("number", range(len(ODD)), ids=ODD)
 def test_a_name_of_an_odd_form_is_imported_by_no_command(untrusted, number):
-    """In every place, with the commands in turn: they read a configuration by the same function."""
+    """In some places, with the commands in turn: they read a configuration by the same function. The next test has all
+    places and commands."""
     for index, place in enumerate(PLACES):
+        if (number + index) % 3:
+            continue
         check_refused(untrusted, ODD[number], place, VERBS[(number + index) % len(VERBS)])
 
 
