@@ -108,7 +108,9 @@ def test_model_shapes_have_the_number_of_parameters_in_their_name(monkeypatch):
 
 @pytest.mark.slow
 def test_turns_benchmark_reports_each_context_length_and_one_episode():
-    *turns, episode = run_benchmark("turns.py", "--case", "turns", "--contexts", "256", "1024", "--turns", "2", "--step", "200")
+    *turns, episode = run_benchmark(
+        "turns.py", "--case", "turns", "--contexts", "256", "1024", "--turns", "2", "--step", "200"
+    )
     assert [row["context"] for row in turns] == [256, 1024]
     for row in turns:
         assert row["turn_ms"] == pytest.approx(row["chat_ms"] + row["engine_ms"], abs=2e-3)

@@ -8,8 +8,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from cases import slow_cases
 import torch
+from cases import slow_cases
 
 from arborl.engines.local import LocalEngine
 from arborl.errors import EngineError
