@@ -19,6 +19,7 @@ from arborl.checkpoint import (
     find,
     load_state,
     manifest,
+    resolve_path,
     rewind,
     save,
 )
@@ -283,6 +284,24 @@ def test_asking_for_what_is_not_there_says_what_is(tmp_path):
     for which in ("15", "some/where"):
         with pytest.raises(ConfigError, match="has steps 10, 20; write 'latest'"):
             find(tmp_path, which)
+
+
+@pytest.mark.parametrize("name", ["final", "step_4", "step-4", "checkpoints/final", "checkpoints/step_4"])
+def test_short_names_in_a_run_folder_are_its_checkpoints(tmp_path, name):
+    root = tmp_path / "checkpoints"
+    for step in (2, 4):
+        save(root, step, writer(), {}, keep=3)
+    assert resolve_path(tmp_path / name) == root / "step-000004"
+    assert find(root, name.removeprefix("checkpoints/")) == root / "step-000004"
+
+
+def test_other_paths_and_folders_of_such_names_stay_as_they_are(tmp_path):
+    save(tmp_path / "checkpoints", 2, writer(), {}, keep=3)
+    (tmp_path / "final").mkdir()
+    for name in ("final", "other", "model", "elsewhere/final"):
+        assert resolve_path(tmp_path / name) == tmp_path / name
+    with pytest.raises(ConfigError, match="has steps 2"):
+        resolve_path(tmp_path / "step_9")
 
 
 def test_steps_past_a_million_keep_their_order(tmp_path):

@@ -52,6 +52,11 @@ def test_prompts_are_answered_in_order_and_scored_if_they_have_answers(here: Pat
     assert [row["fields"]["question"] for row in rows] == ["Say one.", "Say two."]
     assert all("reward" not in row and isinstance(row["reply"], str) for row in rows)
     assert "success" not in done.stdout
+    done = call("--checkpoint", "seedling", "--input", "prompts.json", *SMALL[2:])
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line.startswith("> ")] == ["> Say one.", "> Say two."]
+    assert rows[0]["reply"].splitlines()[0] in lines
     (here / "tasks.jsonl").write_text('{"prompt": "Say one.", "answer": "1"}\n')
     done = call("seedling", "--input", "tasks.jsonl", "--json", "rewards=[exact]", *SMALL[2:])
     assert done.exit_code == 0, done.output

@@ -9,10 +9,12 @@ In reading order:
 from arborl.checkpoint.checkpoint import (
     BackgroundWriter,
     check_model,
+    checkpoint_name,
     complete_checkpoints,
     find,
     has_checkpoints,
     load_state,
+    resolve_path,
     rewind,
     save,
 )
@@ -22,10 +24,12 @@ __all__ = [
     "BackgroundWriter",
     "DamagedCheckpoint",
     "check_model",
+    "checkpoint_name",
     "complete_checkpoints",
     "find",
     "has_checkpoints",
     "load_state",
+    "resolve_path",
     "rewind",
     "save",
 ]

@@ -58,10 +58,27 @@ def save(root: Path, step: int, write: Callable[[Path], None], state: dict[str, 
     return final
 
 
+def checkpoint_name(text: str) -> str | None:
+    """`latest` or a step number for the names `latest`, `final`, `12`, `step-12` and `step_12`; else None."""
+    if text in ("latest", "final"):
+        return "latest"
+    number = re.fullmatch(r"(?:step[-_])?(\d+)", text)
+    return str(int(number[1])) if number else None
+
+
+def resolve_path(path: Path) -> Path:
+    """The checkpoint of a path such as `RUN/final`, `RUN/step_12` or `RUN/checkpoints/final`; other paths unchanged."""
+    which = None if path.exists() else checkpoint_name(path.name)
+    roots = (path.parent, path.parent / "checkpoints") if which is not None else ()
+    root = next((root for root in roots if has_checkpoints(root)), None)
+    return path if which is None or root is None else find(root, which)
+
+
 def find(root: Path, which: str) -> Path:
-    """The folder of a complete checkpoint: `latest`, a step number, or a path. `latest` skips damaged ones with a
-    warning; a damaged one by number or path is an error."""
+    """The folder of a complete checkpoint: `latest` or `final`, a step number, or a path. `latest` skips damaged ones
+    with a warning; a damaged one by number or path is an error."""
     _restore(root)
+    which = which if (root / which).is_dir() else checkpoint_name(which) or which
     if which == "latest":
         return _latest(root)
     named = root / (f"step-{int(which):06}" if which.isdecimal() else which)

@@ -35,6 +35,9 @@ def evaluate(
     temperature: Annotated[
         list[float] | None, typer.Option(metavar="T", min=0, help="Sampling temperature; may be repeated. 0: greedy.")
     ] = None,
+    checkpoint: Annotated[
+        list[str] | None, typer.Option(metavar="PATH", help="The same as PATH; may be repeated.")
+    ] = None,
     input_file: Annotated[Path | None, option("--input", metavar="FILE", help="Prompts to answer instead.")] = None,
     message: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="A prompt to answer instead; may be repeated.")
@@ -53,7 +56,7 @@ def evaluate(
     from arborl.view.policy_table import check_output_path, results_json, write_results
 
     paths, settings = split_settings(arguments)
-    names = [*paths, *(model or ())]
+    names = [*paths, *(checkpoint or ()), *(model or ())]
     check_names(names, base_url)
     settings += [f"env={env}"] if env else []
     settings += [f"evaluation.tasks={episodes}"] if episodes is not None else []
@@ -75,8 +78,8 @@ def evaluate(
     if as_json:
         typer.echo(results_json(results, prompts is not None))
         return
-    if message and not output:
-        print_replies(results)
+    if prompts is not None and not output:
+        print_replies(results, with_prompts=input_file is not None)
     if prompts is None or any(one.judged for one in results):
         print_results(names, results)
     for path in output or ():
@@ -126,12 +129,14 @@ def _text_rows(path: Path) -> list[dict[str, Any]]:
     return [{"question": text} for text in data] if is_texts else []
 
 
-def print_replies(results: Sequence[PolicyResult]) -> None:
+def print_replies(results: Sequence[PolicyResult], with_prompts: bool = False) -> None:
     has_reply = False
     for one in results:
         for episode in (episode for group in one.groups for episode in group.episodes):
             if len(results) > 1:
                 typer.echo(f"{one.name} ({one.decoding}):")
+            if with_prompts and episode.opening:
+                typer.echo(f"> {episode.opening[-1].content}")
             if episode.failure is not None:
                 typer.echo(f"arborl: failed: {episode.failure}", err=True)
             elif not episode.turns:

@@ -17,7 +17,7 @@ import typer
 from arborl.cli.options import argument
 from arborl.errors import ConfigError, did_you_mean, disk_errors
 
-PRESETS = ("lake", "questions", "tools", "sft")
+PRESETS = ("lake", "questions", "tools", "conversation", "sft")
 PARTS = ("env", "tool", "reward", "agent")
 HEAD = "# Train with `arborl train FILE`; `arborl train FILE --print` prints every key; docs/configuration.md.\n"
 
@@ -26,7 +26,9 @@ def init(
     kind: Annotated[str, argument("[env|tool|reward|agent]", "Kind of part.")] = "",
     name: Annotated[str, argument("[NAME]", "Name of the part.")] = "",
     path: Annotated[Path | None, typer.Option(help="File of the configuration.", show_default="config.yaml")] = None,
-    preset: Annotated[str, typer.Option(help="lake, questions, tools, sft, or an algorithm.", metavar="NAME")] = "lake",
+    preset: Annotated[
+        str, typer.Option(help="lake, questions, tools, conversation, sft, or an algorithm.", metavar="NAME")
+    ] = "lake",
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
 ) -> None:
     """Write a configuration, or a new part. A part is an environment, a tool, a reward or an agent, with a test."""

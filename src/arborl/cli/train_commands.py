@@ -74,15 +74,19 @@ def resume_config(
     """The configuration of a run that continues, and its checkpoint.
 
     The run is `save` or `output_dir`, else the run of the path in `resume`, else the newest run of the name. `file`
-    replaces its `config.yaml`; `resume` is `latest`, a step, or the path of a checkpoint or of a run.
+    replaces its `config.yaml`; `resume` is `latest`, `final`, a step, or the path of a checkpoint or of a run.
     """
+    from arborl import checkpoint
     from arborl.config.load_config import load
     from arborl.config.trust import load_run_config
 
     # Only these two settings select the run; others may be valid only together with the run's own file.
     selecting = [text for text in settings if text.lstrip("+").partition("=")[0] in ("output_dir", "name")]
     config = load(file, settings if file is not None else selecting)
-    run = None if resume == "latest" or resume.isdecimal() else _run_of(Path(resume).expanduser())
+    run = None
+    if checkpoint.checkpoint_name(resume) is None:
+        resume = str(checkpoint.resolve_path(Path(resume).expanduser()))
+        run = _run_of(Path(resume))
     name = config.name if file is not None or selecting else None
     folder = save or config.output_dir or run or newest_run(RUNS, name)
     if file is None:
@@ -92,7 +96,7 @@ def resume_config(
                 f"{run_file.absolute()}: no such file, so {folder} is not a run. Write output_dir=FOLDER."
             )
         config = load_run_config(run_file, settings, trust)
-    is_run = run is not None and run == Path(resume).expanduser()
+    is_run = run is not None and run == Path(resume)
     return config.model_copy(update={"output_dir": folder}), "latest" if is_run else resume
 
 

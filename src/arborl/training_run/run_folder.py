@@ -171,7 +171,7 @@ def locate_model(
         trust: import parts that an unsigned run folder names.
         only: actions that the caller may cause; see `arborl.config.trust.load_run_config`.
     """
-    place = Path(path)
+    place = checkpoint.resolve_path(Path(path))
     run = place if (place / "config.yaml").exists() else place.parent.parent
     if place.suffix == ".yaml":
         config = load(place, overrides)
