@@ -76,10 +76,21 @@ def test_hpo_config_sets_all_options() -> None:
 
 
 def test_a_study_continues_only_with_the_same_configuration() -> None:
-    hpo(n_trials=2)
-    assert len(hpo(n_trials=3).trials) == 3
+    hpo(n_trials=2, folder="mine")
+    assert len(hpo(n_trials=3, folder="mine").trials) == 3
     with pytest.raises(ConfigError, match=r"base_config\.learning_rate: "):
-        hpo(n_trials=3, base_config=Config(learning_rate=1e-3))
+        hpo(n_trials=3, base_config=Config(learning_rate=1e-3), folder="mine")
+
+
+def test_a_second_study_with_another_configuration_gets_its_own_folder() -> None:
+    first = hpo(n_trials=2)
+    second = hpo(n_trials=2, base_config=Config(learning_rate=1e-3))
+    third = hpo(n_trials=2, search_space={"temperature": "uniform:0:1"})
+    assert len(first.trials) == len(second.trials) == len(third.trials) == 2
+    names = sorted(folder.name for folder in Path("studies").iterdir())
+    assert names == [names[0], f"{names[0]}-2", f"{names[0]}-3"]
+    assert len(hpo(n_trials=3, base_config=Config(learning_rate=1e-3)).trials) == 3  # continues the second
+    assert len(list(Path("studies").iterdir())) == 3
 
 
 def test_an_unknown_parameter_fails_every_trial_but_the_first() -> None:

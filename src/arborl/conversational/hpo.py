@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from arborl.config.run_config import folder_name
 from arborl.errors import ConfigError
 from arborl.tune.space import Domain, Params, get_search_space, read_space
-from arborl.tune.study import search
+from arborl.tune.study import FolderInUse, search
 from arborl.tune.trial import HPOSummary, StudyPlan, TrialReport, require_positive
 
 __all__ = ["HPOConfig", "HPOSummary", "get_search_space", "quick_hpo"]
@@ -93,7 +94,7 @@ async def quick_hpo(
         backend: `optuna`, `ray_tune` or `wandb`.
         search_space: parameters with their domains, or the name of a space; default: `grpo`.
         hpo_config: these and more settings in one object.
-        folder: study folder; default: `studies/` and the agent's class.
+        folder: study folder; default: `studies/` and the agent's class, with a number if that holds another study.
         run_trial: replaces `arborl.conversational.agent_training.run_trial`.
     """
     if hpo_config is not None and (n_trials is not None or search_space is not None):
@@ -102,14 +103,27 @@ async def quick_hpo(
     from arborl.conversational.agent_training import run_trial as train_once  # imports torch
 
     run_once: TrialFunction = run_trial or train_once
-    study = Path(folder) if folder is not None else Path("studies") / folder_name(type(agent).__name__)
-    plan = config.plan(study, {name: getattr(base_config, name, None) for name in config.space})
 
     async def objective(params: Params, report: TrialReport) -> float:
         arguments = (agent, environment, reward_function, base_config, params)
         return await run_once(*arguments, folder=report.folder, report=report)
 
-    return await search(plan, objective, backend, {"base_config": _as_texts(base_config)})
+    default = {name: getattr(base_config, name, None) for name in config.space}
+    for study in [Path(folder)] if folder is not None else _default_folders(type(agent).__name__):
+        try:
+            return await search(
+                config.plan(study, default), objective, backend, {"base_config": _as_texts(base_config)}
+            )
+        except FolderInUse:
+            if folder is not None:
+                raise
+    raise AssertionError("unreachable: there is always another folder")
+
+
+def _default_folders(name: str) -> Iterator[Path]:
+    first = Path("studies") / folder_name(name)
+    yield first
+    yield from (first.with_name(f"{first.name}-{number}") for number in count(2))
 
 
 def _as_texts(config: Any) -> dict[str, str]:

@@ -45,6 +45,10 @@ async def search(
     return summary
 
 
+class FolderInUse(ConfigError):
+    """The folder holds another study or other files."""
+
+
 def open_study_folder(plan: StudyPlan, about: Mapping[str, Any]) -> None:
     """Create the study's folder, or check that it holds this study."""
     space = {name: domain.as_dict() for name, domain in plan.space.items()}
@@ -54,7 +58,7 @@ def open_study_folder(plan: StudyPlan, about: Mapping[str, Any]) -> None:
         plan.folder.mkdir(parents=True, exist_ok=True)
     if not path.exists() and (inside := sorted(found.name for found in plan.folder.iterdir() if found.name != LOCK)):
         some = ", ".join(inside[:3]) + (f" and {len(inside) - 3} more" if len(inside) > 3 else "")
-        raise ConfigError(f"{plan.folder} holds other files: {some}. Use a new or an empty folder.")
+        raise FolderInUse(f"{plan.folder} holds other files: {some}. Use a new or an empty folder.")
     with FileLock(plan.folder / LOCK):  # another process may start the same study
         if path.exists():
             _same(path, json.loads(json.dumps(wanted)))
@@ -71,7 +75,7 @@ def _same(path: Path, wanted: dict[str, Any]) -> None:
     if lines:
         more = [f"  … and {len(lines) - MAX_DIFFERENCES} more"] if len(lines) > MAX_DIFFERENCES else []
         difference_lines = "\n".join([*lines[:MAX_DIFFERENCES], *more])
-        raise ConfigError(
+        raise FolderInUse(
             f"{path.parent} holds another study, whose trials cannot be compared:\n{difference_lines}\n"
             "Resume with the same settings, or use another folder."
         )
