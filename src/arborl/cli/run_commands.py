@@ -181,7 +181,7 @@ def export(
 
 
 def convert(
-    system: Annotated[str, typer.Argument(help="verl, agentfly or roll")],
+    system: Annotated[str, typer.Argument(help="verl, agentfly, roll or stateset")],
     files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Scripts, override lists or YAML; later win.")],
     out: Annotated[Path | None, option(help="File to write.")] = None,
     as_json: Annotated[bool, option("--json", help="Print report and configuration as JSON.")] = False,
@@ -189,7 +189,12 @@ def convert(
         list[str] | None, typer.Option(metavar="THEIRS=OURS", help="Part for a name of theirs; may be repeated.")
     ] = None,
 ) -> None:
-    """Convert a script of verl, AgentFly or ROLL. Writes a configuration and reports on every key."""
+    """Convert a script of verl, AgentFly or ROLL. Writes a configuration and reports on every key.
+
+    `stateset` rewrites the imports of Python scripts.
+    """
+    if system == "stateset":
+        return _convert_script(files, out, as_json or bool(use))
     from arborl.config.config_base import validate
     from arborl.config.run_config import RunConfig
     from arborl.convert import convert as read
@@ -213,6 +218,25 @@ def convert(
         typer.echo(text, nl=False)
     else:
         typer.echo(f"wrote {out}. Check it: arborl train {out} --print   Train: arborl train {out}")
+
+
+def _convert_script(files: Sequence[Path], out: Path | None, has_options: bool) -> None:
+    from arborl.convert.stateset_imports import rewrite_imports
+
+    if len(files) != 1 or has_options:
+        raise ConfigError("convert stateset takes one Python script, and --out. Leave the rest out.")
+    (file,) = files
+    try:
+        source = file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}.") from error
+    text, changed = rewrite_imports(source, str(file))
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    with disk_errors(out):
+        out.write_text(text, encoding="utf-8")
+    typer.echo(f"wrote {out}: {changed} import{'s' * (changed != 1)} changed. Run it: python {out}")
 
 
 def _parse_pairs(texts: Sequence[str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ common_rules.py       Rules as data; reasons and parts that several systems shar
 verl/                 verl
 agentfly.py           AgentFly, in addition to verl's keys
 roll/                 ROLL
+stateset_imports.py   Imports of scripts written for the StateSet guide
 """
 
 from arborl.convert.conversion import SYSTEMS, convert
