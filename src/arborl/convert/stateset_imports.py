@@ -79,4 +79,4 @@ def _rewritten(node: ast.Import | ast.ImportFrom, text: bytes) -> bytes:
     return _FROM.sub(b"from arborl import", text, count=1)
 
 
-_PATHS = {path for path in SUBMODULES} | {path.rpartition(".")[0] for path in SUBMODULES}
+_PATHS = set(SUBMODULES) | {path.rpartition(".")[0] for path in SUBMODULES}
