@@ -276,7 +276,7 @@ def test_a_snapshot_that_only_its_own_environment_understands_is_found():
             return "kept"
 
         def restore(self, snapshot):
-            super().restore(getattr(self, "kept", {"place": 0, "chance": generator(0)}))
+            super().restore(getattr(self, "kept", {"place": 0, "rng": generator(0)}))
 
     assert any("after restore() in a new environment" in problem for problem in problems_of(Keeps))
 
