@@ -180,9 +180,9 @@ def test_a_run_is_followed_while_it_goes_on(page, tmp_path, viewed):
 
 
 def test_a_hundred_thousand_episodes_are_there_before_they_are_read_and_are_filtered(page, tmp_path, viewed):
-    from viewer import make
+    from viewer import write_run
 
-    make(tmp_path / "large", 100_000, 200, 5)
+    write_run(tmp_path / "large", 100_000, 200, 5)
     page.goto(f"{viewed(tmp_path)}/#/episodes?run=large")
     expect(page.locator("tbody tr")).to_have_count(50)
     expect(page.locator("main")).to_contain_text("reading the files")
