@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,18 @@ def test_imports_change_and_nothing_else_and_the_script_runs():
 def test_every_form_of_import(line, rewritten):
     assert rewrite_imports(line, "script.py") == (rewritten, 1)
     exec(rewritten, {})
+
+
+def test_line_ends_and_a_byte_order_mark_stay(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("old.py").write_bytes(b"\xef\xbb\xbffrom stateset_agents import train\r\nx = 1\r\n")
+    assert CliRunner().invoke(app, ["convert", "stateset", "old.py", "--out", "new.py"]).exit_code == 0
+    assert Path("new.py").read_bytes() == b"\xef\xbb\xbffrom arborl import train\r\nx = 1\r\n"
+
+
+def test_a_pipe_is_not_read(tmp_path: Path):
+    os.mkfifo(tmp_path / "script.py")
+    assert CliRunner().invoke(app, ["convert", "stateset", str(tmp_path / "script.py")]).exit_code == 2
 
 
 @pytest.mark.parametrize(

@@ -221,21 +221,18 @@ def convert(
 
 
 def _convert_script(files: Sequence[Path], out: Path | None, has_options: bool) -> None:
+    from arborl.convert.reading.training_scripts import read_text
     from arborl.convert.stateset_imports import rewrite_imports
 
     if len(files) != 1 or has_options:
         raise ConfigError("convert stateset takes one Python script, and --out. Leave the rest out.")
     (file,) = files
-    try:
-        source = file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read: {error}.") from error
-    text, changed = rewrite_imports(source, str(file))
+    text, changed = rewrite_imports(read_text(file, newline=""), str(file))
     if out is None:
         typer.echo(text, nl=False)
         return
     with disk_errors(out):
-        out.write_text(text, encoding="utf-8")
+        out.write_text(text, encoding="utf-8", newline="")
     typer.echo(f"wrote {out}: {changed} import{'s' * (changed != 1)} changed. Run it: python {out}")
 
 

@@ -20,6 +20,8 @@ def rewrite_imports(source: str, where: str) -> tuple[str, int]:
     Raises:
         ConfigError: the script is not valid Python, imports nothing of `stateset_agents`, or imports an unknown name.
     """
+    mark = "\ufeff" if source.startswith("\ufeff") else ""  # byte order mark
+    source = source.removeprefix(mark)
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -42,7 +44,7 @@ def rewrite_imports(source: str, where: str) -> tuple[str, int]:
         raise ConfigError("\n".join(problems))
     if not changed:
         raise ConfigError(f"{where}: it imports nothing of {PACKAGE}. Write a script that does.")
-    return text.decode("utf-8"), changed
+    return mark + text.decode("utf-8"), changed
 
 
 def _imports(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:

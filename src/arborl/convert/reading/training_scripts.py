@@ -50,11 +50,13 @@ def read(path: Path) -> ScriptSettings:
     return found
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, newline: str | None = None) -> str:
+    """The text of a regular file; `newline` as in `open`."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file.")
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8", newline=newline) as file:
+            return file.read()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not a text file.") from error
 
