@@ -1,11 +1,13 @@
-"""Parts by name: a short name of a literal table, or `package.module:attribute`.
+"""Parts by name: a short name of a literal table, `package.module:attribute`, or `FILE.py:attribute`.
 
 Nothing registers itself on import; a table can be listed without importing its parts.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -14,23 +16,25 @@ import sysconfig
 import traceback
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from arborl.errors import ConfigError, UnknownPartError, did_you_mean
 
 OBJECT_PREFIX = "object:"
 """Prefix of the names of Python objects that cannot be imported."""
-PART_NAME = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d][\w./\-]*)")
+PART_NAME = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*|[^:\s][^:\r\n]*\.py):([^\W\d][\w./\-]*)")
 
 
 def parse_part_name(text: str) -> tuple[str, str] | None:
-    """Module and attribute of `package.module:attribute`; None of any other text.
+    """Module and attribute of `package.module:attribute`, or path and attribute of `FILE.py:attribute`; None of any
+    other text.
 
     All imports of parts and the trust check of configurations use this function; a text that it rejects is never
     imported. Ids of Gymnasium, such as `package.module:Maze-v0`, are part names too.
 
-    >>> parse_part_name("my_pkg.envs:Maze")
-    ('my_pkg.envs', 'Maze')
+    >>> parse_part_name("my_pkg.envs:Maze"), parse_part_name("~/my-project/rewards.py:score")
+    (('my_pkg.envs', 'Maze'), ('~/my-project/rewards.py', 'score'))
     >>> [parse_part_name(text) for text in ("envs:", "my-envs:Maze", "envs:1", "envs:Maze\\n", "envs")]
     [None, None, None, None, None]
     """
@@ -92,7 +96,7 @@ class Registry(Mapping[str, Any]):
 
 
 def load(path: str, kind: str = "object") -> Any:
-    """Import `package.module:attribute`."""
+    """Import `package.module:attribute` or `FILE.py:attribute`."""
     if path.startswith(OBJECT_PREFIX):
         attribute = path.removeprefix(OBJECT_PREFIX)
         raise UnknownPartError(
@@ -103,13 +107,16 @@ def load(path: str, kind: str = "object") -> Any:
     parsed = parse_part_name(path)
     if parsed is None:
         raise UnknownPartError(
-            f"{path!r} (wanted as {kind}) is not the name of a part. Write package.module:attribute."
+            f"{path!r} (wanted as {kind}) is not the name of a part. Write package.module:attribute, or "
+            "FILE.py:attribute."
         )
     module_name, attribute = parsed
+    if module_name.endswith(".py") and not Path(module_name).expanduser().is_file():
+        raise UnknownPartError(f"{path!r} (wanted as {kind}): there is no file {module_name}.")
     if module_name.partition(".")[0] != "arborl":
         add_current_folder()
     try:
-        found = importlib.import_module(module_name)
+        found = _file_module(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
     except ImportError as error:
         raise UnknownPartError(
             f"cannot import {module_name!r} for the {kind} {path!r}: {error}. "
@@ -135,6 +142,23 @@ def load(path: str, kind: str = "object") -> Any:
             f"{path!r} is part of Python and cannot be the {kind}. Write your own function or class around it."
         )
     return found
+
+
+def _file_module(path: str) -> ModuleType:
+    """The module of a file; the same for all names of the file."""
+    file = Path(path).expanduser().resolve()
+    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def _is_standard_library(found: Any) -> bool:

@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.algorithms import ADVANTAGES, Recipe
-from arborl.algorithms.episode_advantages import gdpo, grpo, maxrl, opo, rae, reinforce, remax, rloo, split_shares
+from arborl.algorithms.episode_advantages import (
+    gdpo,
+    grpo,
+    maxrl,
+    opo,
+    pass_k,
+    rae,
+    reinforce,
+    remax,
+    rloo,
+    split_shares,
+)
 from arborl.algorithms.loss_table import by_episode, by_length, by_token
 from arborl.config.algorithm_config import GROUP_ADVANTAGES, AlgorithmConfig
 from arborl.rollout.token_trees import build_token_trees
@@ -89,6 +100,22 @@ def test_maxrl_has_the_gradient_of_the_log_of_the_success_rate(outcomes):
     found = (maxrl([rewards])[0] * scores).mean()
     expected = scores[rewards == 1].mean() - scores.mean() if 0 < rewards.sum() < len(rewards) else 0.0
     assert found == pytest.approx(expected, abs=1e-9)
+
+
+@given(GROUPS)
+def test_pass_k_is_the_best_reward_minus_the_best_without_the_episode(rewards):
+    """Leave one out of max@k, arXiv 2503.19595."""
+    for values, group_ in zip(pass_k([np.array(row) for row in rewards]), rewards, strict=True):
+        for i, value in enumerate(values):
+            others = [r for j, r in enumerate(group_) if j != i]
+            assert value == (max(group_) - max(others) if others else 0.0)
+
+
+def test_pass_k_divides_by_the_deviation_if_asked():
+    rewards = [np.array([3.0, 1.0, 0.0]), np.array([1.0, 1.0, 0.0])]
+    assert pass_k(rewards, std="group")[0] == pytest.approx([2.0 / (rewards[0].std(ddof=1) + 1e-6), 0.0, 0.0])
+    assert pass_k(rewards, std="batch")[0] == pytest.approx([2.0 / (np.concatenate(rewards).std(ddof=1) + 1e-6), 0, 0])
+    assert pass_k(rewards)[1].tolist() == [0.0, 0.0, 0.0]  # two share the lead
 
 
 def test_maxrl_refuses_negative_rewards():

@@ -51,7 +51,7 @@ def test_a_resolved_configuration_reads_back_the_same(name):
         ({"args": {"fixed_length": 9}}, "args.fixed_length: is not read with advantage=grpo and loss=ppo. "
          "Leave it out, or write aggregation=fixed."),
         ({"args": {"split_ratio": 0.5}}, "write split=geometric"),
-        ({"args": {"sequence": "call"}}, "write loss=gspo or importance_weights.level=sequence"),
+        ({"args": {"sequence": "call"}}, "write loss=gspo, loss=gmpo or importance_weights.level=sequence"),
         ({"args": {"max_kl": 1}}, "args.max_kl: is not read with advantage=grpo and loss=ppo. Leave it out, or "
                                           "write loss=trpo."),
         ({"args": {"value_coef": 1.0}}, "write advantage=gae."),

@@ -195,7 +195,7 @@ def test_settings_are_checked_against_both_signatures():
         validate(AlgorithmConfig, {"advantage": "mine:f", "std": "group"})
 
 
-@pytest.mark.parametrize("name", [n for n in LOSSES if n not in ("gspo", "dpo", "ipo", "kto")])
+@pytest.mark.parametrize("name", [n for n in LOSSES if n not in ("gspo", "gmpo", "dpo", "ipo", "kto")])
 def test_the_small_batch_is_one_that_the_librarys_own_losses_pass(name):
     """Or the check would ask for more than is due."""
     terms = term_batch(small_terms(small_groups()))

@@ -42,6 +42,11 @@ def gspo_row(new, old, proximal, a, gap):
     return clipped(math.exp(gap), a, 0.2, 0.3)
 
 
+def gmpo_row(new, old, proximal, a, gap):
+    held = min(new - old, 0.3) if a > 0 else max(new - old, -0.2)
+    return -math.exp(gap) * a, -math.exp(gap) * a * (held == new - old)
+
+
 def cispo_row(new, old, proximal, a, gap):
     held = min(math.exp(new - old), 3.0)
     return -held * a * new, -held * a
@@ -73,6 +78,7 @@ CASES = {
     "ppo": (lambda new, old, prox, a, gap: token_losses.ppo_clip(new, old, a, 0.2, 0.3), ppo_row),
     "dual_clip": (lambda new, old, prox, a, gap: token_losses.ppo_clip(new, old, a, 0.2, 0.3, 3.0), dual_row),
     "gspo": (lambda new, old, prox, a, gap: token_losses.gspo(new, gap, a, 0.2, 0.3), gspo_row),
+    "gmpo": (lambda new, old, prox, a, gap: token_losses.gmpo(new, old, gap, a, 0.2, 0.3), gmpo_row),
     "cispo": (lambda new, old, prox, a, gap: token_losses.cispo(new, old, a, 2.0), cispo_row),
     "sapo": (lambda new, old, prox, a, gap: token_losses.sapo(new, old, a, 1.5, 2.5), sapo_row),
     "topr": (lambda new, old, prox, a, gap: token_losses.topr(new, old, a), topr_row),
@@ -136,6 +142,28 @@ def test_gspo_tokens_together_have_the_gradient_of_their_sequence():
     (found,) = torch.autograd.grad(loss.mean(), new)
     assert loss.mean().item() == pytest.approx(direct.item())
     assert found.tolist() == pytest.approx(expected.tolist())
+
+
+@pytest.mark.parametrize("advantage", [0.7, -0.7])
+def test_gmpo_tokens_together_have_the_gradient_of_the_papers_objective(advantage):
+    """Equation 4 of arXiv 2507.20673: sgn(A) min over the power mean of |ratio^sgn(A)|, written with products."""
+    new = torch.tensor([-1.0, -0.5, -2.0, -0.2]).double().requires_grad_()
+    old = torch.tensor([-1.1, -1.5, -1.2, -0.3]).double()
+    low, high = 0.4, 0.4
+    sign = math.copysign(1.0, advantage)
+    ratio = (new - old).exp()
+    bounded = torch.minimum(ratio**sign, ratio.clamp(math.exp(-low), math.exp(high)) ** sign) ** sign
+    direct = -(bounded.prod() ** (1 / len(new))) * advantage
+    (expected,) = torch.autograd.grad(direct, new)
+    a = torch.full((4,), advantage).double()
+    gap = token_losses.sequence_mean(
+        token_losses.gmpo_log_ratio(new.detach(), old, a, low, high), torch.zeros(4, dtype=torch.int64)
+    )
+    loss, seen = token_losses.gmpo(new, old, gap, a, low, high)
+    (found,) = torch.autograd.grad(loss.mean(), new)
+    assert loss.mean().item() == pytest.approx(direct.item())
+    assert found.tolist() == pytest.approx(expected.tolist())
+    assert sum(seen["policy/clipped"].tolist()) == 1.0
 
 
 def test_value_loss_golden_values():

@@ -110,6 +110,7 @@ def test_needs_are_exactly_the_columns_that_are_read(settings, needs):
 def test_only_sequence_losses_need_whole_sequences_and_only_trpo_a_trust_region():
     assert {name for name in PRESETS if make_algorithm(AlgorithmConfig(name=name)).whole} == {
         "gspo",
+        "gmpo",
         "dpo",
         "ipo",
         "kto",
@@ -129,6 +130,43 @@ def test_gspo_over_calls_has_a_ratio_for_each_call():
         gaps[sequence] = algorithm.prepare(now, batch_of(algorithm.credit(groups, terms)))[:, 0].tolist()
     assert gaps["episode"] == pytest.approx([0.7 / 3] * 3 + [0.7])
     assert gaps["call"] == pytest.approx([0.1, 0.3, 0.3, 0.7])
+
+
+def test_gmpo_is_the_mean_over_episodes_of_the_clipped_geometric_means():
+    groups = [group(episode(1.0, tokens=3), episode(0.0, tokens=2)), group(episode(0.0, tokens=1), episode(1.0))]
+    algorithm = Recipe(AlgorithmConfig(name="gmpo", anchor="rollout"))
+    terms = algorithm.credit(groups, terms_of(groups))
+    moved = np.array([0.1, 0.9, -0.9, 0.2, -0.8, 0.3, 0.6, -0.1])[: len(terms)]
+    found, slopes = total(algorithm, torch.from_numpy(terms.logprob + moved), terms, [np.arange(2)])
+    expected = 0.0
+    for number in range(4):
+        rows = np.flatnonzero(terms.episode == number)
+        advantage = terms.advantage[rows[0]]
+        held = [min(moved[row], 0.4) if advantage > 0 else max(moved[row], -0.4) for row in rows]
+        expected -= advantage * np.exp(np.mean(held)) / 4
+        for row, value in zip(rows, held, strict=True):
+            slope = -advantage * np.exp(np.mean(held)) / len(rows) / 4 if value == moved[row] else 0.0
+            assert slopes[row] == pytest.approx(slope)
+    assert found == pytest.approx(expected)
+
+
+def test_gpg_is_the_mean_over_all_samples_times_the_papers_factor():
+    """arXiv 2504.02546: alpha = B / (B - M), where M of B samples belong to groups of equal rewards. Leaving these
+    groups out of the mean is the same."""
+    groups = [
+        group(episode(1.0), episode(0.0)),
+        group(episode(1.0), episode(1.0)),
+        group(episode(0.0), episode(0.0)),
+        group(episode(2.0), episode(0.0)),
+    ]
+    algorithm = Recipe(AlgorithmConfig(name="gpg", aggregation="episode"))
+    kept = algorithm.keep(groups)
+    terms = algorithm.credit(kept, terms_of(kept))
+    found, _ = total(algorithm, torch.from_numpy(terms.logprob), terms, [np.arange(len(kept))])
+    alpha, expected = 8 / (8 - 4), 0.0
+    for number, advantage in enumerate([0.5, -0.5, 1.0, -1.0]):  # of all others it is 0
+        expected -= alpha * advantage * terms.logprob[terms.episode == number].mean() / 8
+    assert found == pytest.approx(expected)
 
 
 def test_zero_variance_groups_are_skipped_only_if_configured():

@@ -26,6 +26,17 @@ def run_benchmark(script: str, *arguments: str) -> list[dict]:
     return [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
 
 
+def test_conversion_benchmark_counts_files_that_convert_and_run_and_gives_reasons_of_the_others(tmp_path):
+    (tmp_path / "run.sh").write_text(
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=rows.parquet "
+        "actor_rollout_ref.model.path=some/model-7b data.train_batch_size=8 actor_rollout_ref.rollout.n=4"
+    )
+    (tmp_path / "other.sh").write_text("echo nothing")
+    folder = os.path.relpath(tmp_path)
+    rows = run_benchmark("convert_folders.py", "verl", folder, "--check")
+    assert {row["file"]: row["outcome"] for row in rows} == {"run.sh": "runs", "other.sh": "refused"}
+
+
 @pytest.mark.slow
 def test_engine_benchmark_reports_throughput_with_and_without_adapters():
     pytest.importorskip("peft")

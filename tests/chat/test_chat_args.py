@@ -54,14 +54,16 @@ def test_a_template_that_shows_empty_thoughts_only_in_front_of_the_reply_branche
     assert thinking[1][0].reused == len(thinking[0][1])
 
 
-def test_an_argument_that_the_template_never_reads_is_refused_with_those_it_reads(tokenizer):
+def test_a_misspelt_argument_is_refused_and_one_of_another_template_has_no_effect_with_a_warning(tokenizer, caplog):
     with pytest.raises(
         ConfigError, match=r"model.chat_args.enable_thinkin: .*Did you mean 'enable_thinking'\?"
     ) as error:
         renderer(tokenizer, FORGETS, enable_thinkin=False)
     assert "It reads: enable_thinking." in str(error.value)
-    with pytest.raises(ConfigError, match="It reads no arguments"):
-        renderer(tokenizer, BODY + "{% endif %}", mood="brief")
+    plain, other = (renderer(tokenizer, BODY + "{% endif %}", **args) for args in ({}, {"enable_thinking": False}))
+    assert plain.text([Message("user", "Hi")]) == other.text([Message("user", "Hi")])
+    assert "model.chat_args.enable_thinking: the model's chat template does not read it" in caplog.text
+    assert "It reads no arguments" in caplog.text
 
 
 def test_arguments_are_read_checked_and_escaped(tokenizer):

@@ -193,3 +193,17 @@ def test_generated_transcripts_can_be_imitated(settings, kinds, tmp_path):
     assert shown.exit_code == 0, shown.output
     assert "given" in shown.output
     assert "<|im_end|>" in shown.output
+
+
+def test_files_of_webshop_are_prepared_for_the_shop(here):
+    (here / "WebShop").mkdir()
+    asins = [f"B{number}" for number in range(120)]
+    rows = [{"asin": asin, "name": "soft cotton shirt", "query": "shirt", "pricing": "$5.00"} for asin in asins]
+    note = {"attributes": ["soft"], "instruction": "Find me a shirt", "instruction_attributes": ["soft"]}
+    (here / "WebShop" / "items_shuffle_1000.json").write_text(json.dumps(rows))
+    (here / "WebShop" / "items_ins_v2_1000.json").write_text(json.dumps(dict.fromkeys(asins, note)))
+    done = call("data", "prepare", "webshop", "--input", "WebShop", "--out", "shop", "--products", "100")
+    assert done.exit_code == 0, done.output
+    assert "shop/items_shuffle.json  100 products" in done.output
+    played = call("env", "play", "shop", "data=shop", "human=false", "--oracle")
+    assert (played.exit_code, "success 1" in played.output) == (0, True), played.output

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+
 import pytest
 
 from arborl.config.config_base import validate
 from arborl.config.run_config import RunConfig
 from arborl.convert import convert
 from arborl.errors import ConfigError
+from arborl.rewards import find_reward
 from arborl.training_run.build import check
+from arborl.types import Call, Completion, Episode, FinishReason, Message, Task, Turn
 
 COMMON = """
 data.train_files=rows.json data.train_batch_size=16 actor_rollout_ref.model.path=some/model
@@ -78,3 +83,101 @@ def test_a_name_of_theirs_can_be_given_one_of_ours_or_be_left_out(read):
     uses = {"shell": "python", "summarize": "none", "fake_reward": "exact", "gui": "tool"}
     config = read(uses, agent_type="gui", tools="[shell,summarize]", reward_name="fake_reward")
     assert [part.name for part in (*config.tools, config.agent, *config.rewards)] == ["python", "tool", "exact"]
+
+
+# ------------------------------------------------------------------------------------------------ rewards as AgentFly's
+
+
+def tool_shaped(right, tools, texts):
+    """math_equal_reward_tool, math_string_equal_reward_tool and math_reward_string_equal."""
+    return 0.0 if tools < 1 else 1.0 if right else 0.1
+
+
+def think_shaped(right, tools, texts):
+    """math_equal_reward_think: every message of the assistant has its thinking closed."""
+    return tool_shaped(right, tools, texts) if all("</think>" in text for text in texts) else 0.0
+
+
+def thought_shaped(right, tools, texts):
+    """math_reward_thought_with_tool."""
+    return tool_shaped(right, tools, texts) if all(t.strip().lower().startswith("thought") for t in texts) else 0.0
+
+
+def format_shaped(right, tools, texts):
+    """qa_em_format_reward, by its docstring: earlier messages think, the last has the tags of an answer."""
+    thinks = all("<think>" in text and "</think>" in text for text in texts[:-1] if text)
+    has_answer = "<answer>" in texts[-1] and "</answer>" in texts[-1]
+    return tool_shaped(right, tools, texts) if thinks and has_answer else 0.0
+
+
+def f1_shaped(right, tools, texts):
+    """qa_f1_reward_tool; the answers here share no word with the gold, or all."""
+    return float(right) if tools > 1 else 0.0
+
+
+def alone(right, tools, texts):
+    return float(right)
+
+
+FORMULAS = {
+    "math_reward_string_equal": tool_shaped, "math_string_equal_reward_tool": tool_shaped,
+    "math_equal_reward_tool": tool_shaped, "math_equal_reward_think": think_shaped,
+    "math_reward_thought_with_tool": thought_shaped, "qa_em_format_reward": format_shaped,
+    "qa_f1_reward_tool": f1_shaped, "qa_f1_reward": alone, "qa_em_reward": alone, "math_equal_reward": alone,
+}  # fmt: skip
+EARLIER = ("", "plain", "<think>so</think> call", "so</think> call", " Thought: call", "</think>then<think>")
+LAST = ("{}", "<think>so</think>\n<answer>{}</answer>", "so</think><answer>{}</answer>", "thought: it is\n{}")
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_converted_rewards_are_agentflys_formulas_for_every_combination(read, name):
+    tool, *_ = read(agent_type="hf", tools="[calculator]", reward_name=name).rewards
+    reward = find_reward(tool.name, tool.args, "rewards.0.args")
+
+    def ours(answer, tools, texts):
+        replies = [Message("assistant", text) for text in texts]
+        completion = Completion((2,), (-1.0,), FinishReason.STOP)
+        return Episode(
+            "e",
+            Task("t", fields={"answer": "42", "golden_answers": ["42"]}),
+            turns=[Turn(replies[-1])],
+            calls=[Call((1,), completion, 0, reply=reply) for reply in replies],
+            metrics={"tool/calls": float(tools), "tool/used": float(tools > 0)},
+        )
+
+    cases = itertools.product(("42", "7"), (0, 1, 2, 3), [(), *((one,) for one in EARLIER), EARLIER[2:4]], LAST)
+    for answer, tools, earlier, last in cases:
+        texts = [*earlier, last.format(answer)]
+        value = asyncio.run(reward(ours(answer, tools, texts)))
+        assert value == FORMULAS[name](answer == "42", tools, texts), (answer, tools, texts)
+
+
+def test_a_call_that_reached_no_tool_is_not_a_tool_call(read):
+    (tool,) = read(agent_type="hf", tools="[calculator]", reward_name="math_equal_reward_tool").rewards
+    reward = find_reward(tool.name, tool.args, "rewards.0.args")
+    one = Episode("e", Task("t", fields={"answer": "42"}), turns=[Turn(Message("assistant", "41"))])
+    one.metrics |= {"tool/calls": 2.0, "tool/malformed": 1.0, "tool/unknown_tool": 1.0}
+    assert asyncio.run(reward(one)) == 0.0
+    one.metrics["tool/calls"] = 3.0
+    assert asyncio.run(reward(one)) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("template", "model", "outcome"),
+    [
+        ("qwen2.5", "Qwen/Qwen2.5-3B-Instruct", ("idle", "the model's own chat template")),
+        ("qwen3", "/models/Qwen3-8B", ("idle", "the model's own chat template")),
+        ("qwen2.5-no-system-tool", "Qwen/Qwen2.5-3B-Instruct", ("lost", "a variant of qwen2.5")),
+        ("qwen2.5", "meta-llama/Llama-3.2-3B", ("lost", "not the model's own chat template")),
+        ("search-r1", "Qwen/Qwen2.5-3B-Instruct", ("lost", "not the model's own chat template")),
+    ],
+)
+def test_a_template_is_kept_only_where_it_is_the_models_own(template, model, outcome, tmp_path):
+    (tmp_path / "fly.txt").write_text(
+        f"{COMMON} agent.agent_type=hf agent.tools=[calculator] agent.reward_name=math_equal_reward "
+        f"agent.template={template} agent.model_name_or_path={model}"
+    )
+    draft = convert("agentfly", [tmp_path / "fly.txt"])
+    (line,) = [line for line in draft.lines if line.key == "agent.template"]
+    assert line.kind == outcome[0]
+    assert line.why.startswith(outcome[1])

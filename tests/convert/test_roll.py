@@ -302,13 +302,13 @@ agent_template: "The last {history_length}: {history}. Now: {current_observation
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"custom_envs__Ice": {"env_type": "sokoban_sandbox"}}, r"sokoban_sandbox: .*Write env_type: sokoban"),
+        ({"custom_envs__Ice": {"env_type": "sokoban_mcp"}}, r"sokoban_mcp: .*Write env_type: sokoban"),
         ({"custom_envs__Ice": {"env_type": "rock_tb_native_env"}}, r"ROCK service.*--use rock_tb_native_env="),
         ({"custom_envs__Ice": {"env_type": "chess"}}, r"no such environment here. Known: frozen_lake"),
         ({"custom_envs__Ice": {"env_type": "sokoban", "env_config": {"dim_room": [6, 8]}}}, r"rooms are square"),
         (
             {"custom_envs__Ice": {"env_type": "frozen_lake", "env_manager_cls": "x.VLTrajEnvManager"}},
-            r"VLTrajEnvManager.*no such agent",
+            r"VLTrajEnvManager.*shows images",
         ),
         (
             {"custom_envs__Ice": {"env_type": "frozen_lake", "agent_runner_cls": "x.MyRunner"}},
@@ -449,7 +449,7 @@ def test_rewards_by_domain_are_sources_by_tag(tmp_path):
     assert [str(file) for file in config.data.files] == ["data/a.jsonl", "data/b.jsonl"]
     ratios = {name: source.ratio for name, source in config.data.sources.items()}
     assert ratios == {"deep": 0.3, "aime": 0.3, "cross": 0.4}
-    assert [reward.name for reward in config.data.sources["cross"].rewards or ()] == ["choice"]
+    assert [reward.name for reward in config.data.sources["cross"].rewards or ()] == ["choice", "repetition"]
     assert (config.rollout.tasks_per_step, config.rollout.group_size, config.learner.minibatches) == (8, 4, 1)
     assert (config.sampling.max_context, config.sampling.max_tokens, config.data.max_prompt_tokens) == (300, 200, 100)
     assert (config.algorithm.overlong.filter, config.algorithm.skip_zero_variance) == (True, True)
@@ -459,8 +459,14 @@ def test_rewards_by_domain_are_sources_by_tag(tmp_path):
 def test_a_domain_without_a_reward_here_is_refused_given_one_or_left_out(tmp_path):
     data = {**RLVR["actor_train"]["data_args"], "domain_interleave_probs": {"math_rule": 0.5, "ifeval": 0.5}}
     train_ = {**RLVR["actor_train"], "data_args": data}
-    with pytest.raises(ConfigError, match=r"GeneralRuleRewardWorker: no such reward here.*--use ifeval=none"):
-        rlvr(tmp_path, actor_train=train_)
+    own = {**RLVR["rewards"], "ifeval": {"worker_cls": "mine.OwnRewardWorker", "tag_included": ["if"]}}
+    with pytest.raises(ConfigError, match=r"OwnRewardWorker: no such reward here.*--use ifeval=none"):
+        rlvr(tmp_path, actor_train=train_, rewards=own)
+    images = {**RLVR["rewards"], "ifeval": {"worker_cls": "roll.x.DetectionRewardWorker"}}
+    with pytest.raises(ConfigError, match="scores boxes in images, and models see text only"):
+        rlvr(tmp_path, actor_train=train_, rewards=images)
+    ours = config_of(rlvr(tmp_path, actor_train=train_)).data.sources["if"].rewards or ()
+    assert [(reward.name, reward.weight) for reward in ours] == [("ifeval", 1.0), ("repetition", 0.5)]
     given = config_of(rlvr(tmp_path, {"ifeval": "exact"}, actor_train=train_))
     assert [reward.name for reward in given.data.sources["if"].rewards or ()] == ["exact"]
     left = config_of(rlvr(tmp_path, {"ifeval": "none"}, actor_train=train_))

@@ -24,6 +24,8 @@ EXPERIMENT="state-${DATE}"
 BATCH=4
 DUMP=${DUMP:-true}  # whether episodes are kept
 OPENAI_API_KEY=none
+OPENAI_BASE_URL=http://10.0.0.9:8080/v1
+OPENAI_MODEL=gpt-oss-120b
 
 ray job submit --address="http://127.0.0.1:8265" \
   --runtime-env-json='{
@@ -99,11 +101,22 @@ def test_the_script_is_the_agent_that_edits_its_context(repo):
     assert config.data.max_prompt_tokens == 300  # of rows; 700 there is of a training row
     assert (config.learner.max_samples_per_trajectory, config.learner.downsample_mode) == (2, "random")
     (reward,) = config.rewards
-    assert (reward.name, reward.args) == ("choice", {"exceeded": -2.0})
+    judge = {"fallback": "exact", "model": "gpt-oss-120b", "base_url": "http://10.0.0.9:8080/v1"}
+    assert reward.name == "choice"
+    assert reward.args == {"letters": "ABCD", "exceeded": -2.0, "open": {"name": "judge", "args": judge}}
     assert config.name == "state"
     assert any(line.path == "model.chat_args.enable_thinking" and line.ours is False for line in draft.lines)
     assert set(draft.source) <= draft.accounted()
     assert not any("TOKEN" in str(line.value) for line in draft.lines)
+
+
+def test_the_documented_check_runs_without_a_hand_edit(repo, monkeypatch):
+    monkeypatch.chdir(repo)
+    (repo / "rows.json").unlink()
+    done = CliRunner().invoke(app, ["convert", "statelm", "scripts/run.sh", "--out", "run.yaml"])
+    assert done.exit_code == 0, done.output
+    done = CliRunner().invoke(app, ["train", "run.yaml", "model=seedling", "trainer.steps=1", "--stub"])
+    assert done.exit_code == 0, done.output
 
 
 def test_the_converted_script_starts_on_rows_as_they_are(repo, monkeypatch):
@@ -111,7 +124,7 @@ def test_the_converted_script_starts_on_rows_as_they_are(repo, monkeypatch):
     done = CliRunner().invoke(app, ["convert", "verl", "scripts/run.sh", "--out", "run.yaml"])
     assert done.exit_code == 0, done.output
     answer = '<tool_call>{"name": "finish", "arguments": {"answer": "B"}}</tool_call>'
-    more = ["model=seedling", "model.dtype=float32", "output_dir=out", "evaluation.tasks=2", "~model.chat_args"]
+    more = ["model=seedling", "model.dtype=float32", "output_dir=out", "evaluation.tasks=2"]
     more += ["engine=scripted", f"engine.args.replies={json.dumps([answer, 'C'])}"]
     done = CliRunner().invoke(app, ["train", "run.yaml", *more])
     assert done.exit_code == 0, done.output

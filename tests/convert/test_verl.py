@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -14,6 +15,8 @@ from arborl.config.run_config import RunConfig
 from arborl.convert import Draft, convert
 from arborl.convert.verl.verl_keys import DEFAULTS, TABLE
 from arborl.errors import ConfigError
+from arborl.registry import call_checked
+from arborl.rewards import REWARDS
 
 A, R, T = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.rollout.multi_turn."
 PLAIN = "python3 -m verl.trainer.main_ppo data.train_files=rows.parquet "
@@ -65,12 +68,18 @@ def test_tags_belong_to_the_sources_that_write_code_and_files_may_be_several(tmp
     agents = {name: source.agent.name for name, source in config.data.sources.items()}
     assert agents == {"taco": "code", "nq": "tool", "math": "chat"}
     tags = {"code_start_tag": "<custom_code>", "code_end_tag": "</custom_code>"}
-    assert config.data.sources["taco"].agent.args == tags
+    results = {"result_start_tag": "<execution_results>", "result_end_tag": "</execution_results>"}
+    assert config.data.sources["taco"].agent.args == tags | results | {"max_tool_rounds": 64}
+    assert [tool.name for tool in config.data.sources["nq"].tools] == ["search"]
     assert not any("tag" in name for name in config.agent.args)
     assert [str(path) for path in config.data.files] == ["/data/one.parquet", "/data/two.parquet"]
     assert (config.model.name, config.algorithm.clip_low, config.algorithm.clip_high) == ("/models/base", 0.2, 0.28)
-    assert {"RATE_LIMIT_PER_MINUTE", "WORKER_NODES"} <= {line.key for line in draft.dropped}
-    assert set(draft.source) <= draft.accounted()
+    (server,) = config.data.sources["taco"].tools
+    assert (server.protocol, server.limit.per_minute) == ("execute", 60000)
+    assert [line.why for line in draft.unmapped if line.key == "WORKER_NODES"] == [
+        "of the cluster: arborl convert cluster SCRIPT"
+    ]
+    assert set(draft.source) == {line.key for line in draft.lines if line.explicit}
 
 
 @pytest.mark.parametrize("name", ["reinforce", "grpo", "rloo", "remax", "opo", "reinforce_plus_plus", "gae"])
@@ -197,7 +206,9 @@ def test_ppo_has_a_critic_of_its_own_and_gae_by_token(tmp_path):
         ("trainer.default_local_dir=out/$(date)", {"output_dir": None}),
         ("data.apply_chat_template_kwargs.enable_thinking=False", {"model.chat_args.enable_thinking": False}),
         ("custom_reward_function.path=my/fn.py custom_reward_function.name=score",
-         {"rewards": [{"name": "score_function", "args": {"function": "fn:score"}}]}),
+         {"rewards": [{"name": "score_function", "args": {"function": "my/fn.py:score"}}]}),
+        ("custom_reward_function.path=pkg://mine.fn custom_reward_function.reward_kwargs.x=2",
+         {"rewards": [{"name": "score_function", "args": {"function": "mine.fn:compute_score", "kwargs": {"x": 2}}}]}),
         ("reward_model.enable=True reward_model.model.path=/models/rm",
          {"rewards": [{"name": "reward_model", "args": {"path": "/models/rm"}}]}),
         (f"{R}agent.default_agent_loop=single_turn_agent", {"agent.name": "chat"}),
@@ -210,9 +221,66 @@ def test_a_key_means_the_same_here(overrides, expected, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("algorithm.adv_estimator=gpg", {"algorithm.std": "none", "algorithm.skip_zero_variance": None}),
+        ("algorithm.adv_estimator=grpo_passk", {"algorithm.name": "pass_k", "algorithm.std": "group"}),
+        ("algorithm.adv_estimator=grpo_passk algorithm.norm_adv_by_std_in_grpo=False", {"algorithm.std": "none"}),
+        (f"{A}policy_loss.loss_mode=gpg", {"algorithm.loss": "pg"}),
+        (f"{A}policy_loss.loss_mode=geo_mean {A}clip_ratio_low=0.4 {A}clip_ratio_high=0.3",
+         {"algorithm.loss": "gmpo", "algorithm.aggregation": "episode", "algorithm.clip_low": 0.4,
+          "algorithm.clip_high": 0.3, "algorithm.anchor": "proximal"}),
+        (f"{T}enable=True {T}interaction_config_path=$PWD/i.yaml {T}max_user_turns=5",
+         {"agent.name": "chat", "env.name": "question", "env.args.attempts": 6}),
+        (f"{T}enable=True {T}interaction_config_path=$PWD/i.yaml {T}max_user_turns=5 {T}max_assistant_turns=3",
+         {"env.args.attempts": 3}),
+        (f"{A}fsdp_config.full_determinism=True", {"deterministic": True}),
+        (f"{A}optim.lr_decay_style=cosine {A}optim.min_lr=1e-7", {"learner.decay": "cosine", "learner.min_lr": 1e-7}),
+        (f"{A}optim.override_optimizer_config.optimizer_cpu_offload=True", {"learner.offload": "optimizer"}),
+        ("actor_rollout_ref.model.lora.rank=8 actor_rollout_ref.model.lora.target_modules=[linear_qkv,linear_proj]",
+         {"model.lora.rank": 8, "model.lora.target": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
+        ("reward_model.enable=True reward_model.model.path=org/rm reward_model.max_length=512",
+         {"rewards": [{"name": "reward_model", "args": {"path": "org/rm", "max_tokens": 512}}]}),
+        ("actor_rollout_ref.model.path=''", {"model.name": "${oc.env:MODEL_PATH}"}),
+        (f"{A}use_dynamic_bsz=True {A}ppo_max_token_len_per_gpu=$(((a + b) / c))",
+         {"learner.micro_batch_tokens": None}),
+        (f"{A}use_dynamic_bsz=True {A}ppo_max_token_len_per_gpu=$(((SIZE + 4) / 2))",
+         {"learner.micro_batch_tokens": 10}),
+    ],
+)  # fmt: skip
+def test_more_keys_mean_the_same_here(overrides, expected, tmp_path):
+    interaction = {
+        "interaction": [{"name": "gsm8k", "class_name": "verl.interactions.gsm8k_interaction.Gsm8kInteraction"}]
+    }
+    (tmp_path / "i.yaml").write_text(yaml.safe_dump(interaction))
+    draft = converted(tmp_path, f"SIZE=16\n{GRPO}{overrides}")
+    assert {path: ours(draft, path) for path in expected} == expected
+    assert set(draft.source) <= draft.accounted()
+
+
+def test_a_function_of_a_file_near_the_script_is_named_by_its_path_and_called(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "repo" / "rewards").mkdir(parents=True)
+    (tmp_path / "repo" / "rewards" / "mine.py").write_text("def score(solution_str, ground_truth, **more): return 1.0")
+    key = "custom_reward_function.path=$PROJECT/rewards/mine.py custom_reward_function.name=score"
+    (tmp_path / "repo" / "run.sh").write_text(GRPO + key)
+    draft = convert("verl", [tmp_path / "repo" / "run.sh"])
+    (reward,) = config_of(draft).rewards
+    assert reward.args["function"] == f"{tmp_path}/repo/rewards/mine.py:score"
+    assert call_checked(REWARDS[reward.name], reward.args, "rewards.0.args").function("", "") == 1.0
+    assert all(line.kind == "mapped" for line in draft.lines if line.key.startswith("custom_reward_function"))
+    (tmp_path / "repo" / "rewards" / "mine.py").unlink()
+    (line,) = [line for line in convert("verl", [tmp_path / "repo" / "run.sh"]).lines
+               if line.key == "custom_reward_function.path"]  # fmt: skip
+    assert "$PROJECT is only known when the script runs: correct the path" in line.why
+
+
+@pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        ("algorithm.adv_estimator=gpg", "no such advantage here.*algorithm.advantage=package.module:function"),
+        ("algorithm.adv_estimator=mine", "no such advantage here.*algorithm.advantage=package.module:function"),
+        ("actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct", "models that see are not trained here"),
+        ("reward_manager.module.path=a.py", "a class of rewards.*rewards=.package.module:function"),
         (f"{A}policy_loss.loss_mode=clip_cov", "no 'clip_cov' here.*algorithm.loss=package.module:function"),
         ("reward_model.enable=True", "reward_model.model.path does not say which"),
         ("reward_model.reward_manager=mine", "no such manager of rewards here.*rewards="),
@@ -237,8 +305,6 @@ def test_what_cannot_be_mapped_is_an_error_with_a_remedy(overrides, why, tmp_pat
 
 
 def test_trainings_of_another_kind_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="arborl train algorithm=sft"):
-        converted(tmp_path, "torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=a.parquet")
     with pytest.raises(ConfigError, match="a trainer of its own"):
         converted(tmp_path, "python3 -m recipe.spin.main_spin data.train_files=a.parquet")
 
@@ -255,10 +321,13 @@ TOOLS = {
 }
 
 
+SERVERS = {"mcpServers": {"a": {"url": "http://x/mcp"}, "b": {"command": "uvx", "args": ["server", "--here"]}}}
+
+
 def with_tools(tmp_path, *names: str) -> Draft:
     (tmp_path / "conf").mkdir(exist_ok=True)
     (tmp_path / "conf" / "tools.yaml").write_text(yaml.safe_dump({"tools": [TOOLS[name] for name in names]}))
-    (tmp_path / "conf" / "servers.json").write_text(json.dumps({"mcpServers": {"a": {"url": "http://x/mcp"}}}))
+    (tmp_path / "conf" / "servers.json").write_text(json.dumps(SERVERS))
     keys = f"{T}enable=True {T}max_assistant_turns=5 {T}tool_config_path=$PWD/conf/tools.yaml"
     return converted(tmp_path, f"{GRPO} {keys}")
 
@@ -269,8 +338,11 @@ def test_the_file_of_tools_says_what_the_agent_calls(tmp_path):
     assert config.agent.args == {"max_tool_rounds": 4, "max_calls": 1}
     assert config.agent.tool_args["check"] == {"name": "calc_reward", "description": "Grades."}
     assert any("Arbor's own sandbox" in line.why for line in draft.lines)
-    with pytest.raises(ConfigError, match=r"search.*agent\.tool_args\.search\.corpus"):
-        with_tools(tmp_path, "search")
+    config = config_of(draft := with_tools(tmp_path, "search"))
+    assert [(tool.name, tool.args) for tool in config.tools] == [("search", {"corpus": "corpus.jsonl"})]
+    assert any("here a file with one document per line" in line.why for line in draft.lines)
+    config = config_of(with_tools(tmp_path, "mcp"))
+    assert [tool.origin for tool in config.tools] == ["http://x/mcp", "uvx server --here"]
 
 
 def test_tools_may_be_given_as_a_file_beside_the_script(tmp_path):
@@ -287,10 +359,85 @@ def test_every_default_has_a_rule_and_no_rule_leaves_a_key_without_a_word():
             rule(Draft(source={key: value}, defaults=DEFAULTS), key, value)  # none may break
 
 
-def test_an_unknown_key_is_reported_as_unknown(tmp_path):
-    draft = converted(tmp_path, f"{GRPO} trainer.brand_new=1 data.odd=2 {A}odd=3 {R}odd=4")
-    unknown = {line.key for line in draft.dropped if line.why == "unknown key"}
-    assert unknown == {"trainer.brand_new", "data.odd", f"{A}odd", f"{R}odd"}
+SECTIONS = """
+data data.mixed_dataset data.sampler algorithm algorithm.kl_ctrl algorithm.filter_groups algorithm.pf_ppo
+algorithm.rollout_correction actor_rollout_ref actor_rollout_ref.actor actor_rollout_ref.actor.optim
+actor_rollout_ref.actor.fsdp_config actor_rollout_ref.actor.megatron actor_rollout_ref.actor.policy_loss
+actor_rollout_ref.actor.checkpoint actor_rollout_ref.actor.megatron.override_transformer_config
+actor_rollout_ref.actor.optim.override_optimizer_config actor_rollout_ref.ref actor_rollout_ref.ref.fsdp_config
+actor_rollout_ref.ref.megatron actor_rollout_ref.ref.model actor_rollout_ref.model actor_rollout_ref.model.lora
+actor_rollout_ref.model.mtp actor_rollout_ref.model.override_config actor_rollout_ref.rollout
+actor_rollout_ref.rollout.val_kwargs actor_rollout_ref.rollout.agent actor_rollout_ref.rollout.engine_kwargs.vllm
+actor_rollout_ref.rollout.multi_turn actor_rollout_ref.rollout.multi_turn.tool_config critic critic.optim critic.model
+critic.megatron critic.model.fsdp_config critic.checkpoint reward_model reward_model.model reward_model.rollout
+reward_model.reward_kwargs reward_model.reward_kwargs.overlong_buffer_cfg reward_model.sandbox_fusion reward_manager
+reward_manager.module custom_reward_function trainer trainer.checkpoint ray_kwargs ray_kwargs.ray_init ray_init
+transfer_queue rollout async_training brand_new
+"""
+
+
+@pytest.mark.parametrize(
+    "more", ["", "algorithm.adv_estimator=gae reward_model.enable=True reward_model.model.path=a/rm"]
+)
+def test_an_unknown_key_in_any_section_is_lost_and_never_passed_over(more, tmp_path):
+    keys = {f"{section}.some_unknown_key" for section in SECTIONS.split()}
+    draft = converted(tmp_path, f"{GRPO} {more} " + " ".join(f"+{key}=1" for key in keys))
+    assert {line.key for line in draft.lines if line.kind == "lost"} >= keys
+    assert not keys & {line.key for line in draft.lines if line.kind != "lost"}
+
+
+def verl_defaults() -> dict[str, str]:
+    """Keys of verl's `ppo_trainer` and `ppo_megatron_trainer` (b178a3c, January 2026) as overrides with their defaults;
+    a key whose default is a reference is null."""
+    lines = (Path(__file__).parent / "verl_keys.txt").read_text().split()
+    return {line.partition("=")[0]: line if "=" in line else f"{line}=null" for line in lines}
+
+
+@pytest.mark.parametrize(
+    "more", ["algorithm.adv_estimator=grpo", "algorithm.adv_estimator=gae", f"{A}use_kl_loss=True"]
+)
+def test_verls_whole_configuration_at_its_defaults_converts_and_no_key_is_unknown(more, tmp_path):
+    every = verl_defaults()
+    assert len(every) == 714
+    changed = more.partition("=")[0]
+    overrides = " ".join(text for key, text in every.items() if key not in (changed, f"{R}name"))
+    draft = converted(tmp_path, f"{PLAIN} {overrides} {R}n=4 {R}name=vllm {more}")
+    assert set(every) <= draft.accounted()
+    assert not {line.key for line in draft.lines if line.why in ("unknown key", "no rule reads it")}
+    lost = {line.key: line.why for line in draft.lines if line.kind == "lost"}
+    assert set(lost) == {"data.image_key", "data.video_key"}
+    assert all(len(line.why) > 5 for line in draft.lines if line.kind == "idle")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ours"),
+    [
+        (f"{A}use_kl_loss=True {A}fsdp_config.param_offload=True", "mapped"),
+        (f"{A}use_kl_loss=True {A}fsdp_config.optimizer_offload=True", "lost"),
+        (f"{A}use_kl_loss=True", "lost"),
+        ("", "idle"),
+    ],
+)
+def test_offload_of_the_reference_is_kept_where_it_moves_and_called_lost_where_it_does_not(overrides, ours, tmp_path):
+    key = "actor_rollout_ref.ref.fsdp_config.param_offload"
+    draft = converted(tmp_path, f"{GRPO} {overrides} {key}=True")
+    (line,) = [line for line in draft.lines if line.key == key]
+    assert line.kind == ours
+    assert (line.path == "learner.offload") == (ours == "mapped")
+
+
+def test_the_critic_and_the_reward_model_say_where_they_are(tmp_path):
+    keys = {"critic.strategy": "fsdp", "critic.megatron.tensor_model_parallel_size": 2,
+            "reward_model.n_gpus_per_node": 4, "reward_model.model.fsdp_config.param_offload": True}  # fmt: skip
+    text = " ".join(f"{key}={value}" for key, value in keys.items())
+    without = {line.key: line.why for line in converted(tmp_path, f"{GRPO} {text}").lines}
+    assert "there is a critic with algorithm.adv_estimator=gae only" in without["critic.strategy"]
+    assert without["reward_model.n_gpus_per_node"] == "there is no reward model"
+    both = f"{PLAIN} reward_model.enable=True reward_model.model.path=a/rm {text}"
+    found = {line.key: line for line in converted(tmp_path, both).lines}
+    assert "sharded as the policy" in found["critic.strategy"].why
+    assert "placement.reward_workers" in found["reward_model.n_gpus_per_node"].why
+    assert found["reward_model.model.fsdp_config.param_offload"].kind == "lost"
 
 
 def test_a_converted_script_starts(tmp_path, monkeypatch):

@@ -107,6 +107,18 @@ def group_advantages(rows: Rows, normalise: bool) -> list[torch.Tensor]:
     return out
 
 
+def best_advantages(rows: Rows) -> list[torch.Tensor]:
+    """Of the best of each group its lead over the second, divided by the sample deviation + 1e-6; else 0."""
+    score, group = torch.tensor(rows.score, dtype=torch.float64), torch.tensor(rows.group)
+    out = []
+    for row, length in enumerate(lengths(rows)):
+        own = score[group == group[row]]
+        best, second = own.topk(2).values
+        lead = (best - second) / (own.std(unbiased=True) + 1e-6) if score[row] == best else torch.tensor(0.0).double()
+        out.append(lead.expand(length))
+    return out
+
+
 def whiten(advantage: torch.Tensor) -> torch.Tensor:
     """Over all tokens of the batch: mean 0, variance 1 with n - 1, 1e-8 beside the variance."""
     return (advantage - advantage.mean()) * torch.rsqrt(advantage.var(unbiased=True) + 1e-8)
@@ -138,6 +150,17 @@ def policy_loss(new, old, advantage, low=0.2, high=0.2, dual=3.0):
     return torch.where(advantage < 0, held, first)
 
 
+def geo_mean_loss(new, old, advantage, sizes, low=0.2, high=0.2):
+    """Of each row: -A times the geometric mean of the ratios, whose logarithms are held on the side of A's sign."""
+    rows = []
+    for gap, a in zip((new - old).split(sizes), advantage.split(sizes), strict=True):
+        sign = torch.sign(a)
+        held = sign * torch.minimum(sign * gap, sign * gap.clamp(-low, high))
+        SEEN["clipped"] += int((held != gap).sum())
+        rows.append(-a.mean() * held.mean().exp())
+    return torch.stack(rows).mean()
+
+
 def k3(new, reference):
     gap = (reference - new).clamp(-20, 20)
     return (gap.exp() - gap - 1).clamp(-10, 10)
@@ -161,6 +184,7 @@ class Case:
     lam: float = 1.0
     aggregate: str = "token"
     dual: float = 3.0
+    loss: str = "vanilla"
 
 
 ACTOR = "actor_rollout_ref.actor."
@@ -198,6 +222,15 @@ CASES = {
         "reinforce_plus_plus_baseline",
         aggregate="mean",
     ),
+    "gmpo": Case(
+        f"algorithm.adv_estimator=grpo {ACTOR}optim.lr=0.03 {ACTOR}ppo_epochs=2 {ACTOR}policy_loss.loss_mode=geo_mean",
+        "grpo",
+        loss="geo_mean",
+    ),
+    "pass@k": Case(
+        f"algorithm.adv_estimator=grpo_passk {ACTOR}optim.lr=0.03 {ACTOR}ppo_epochs=2",
+        "passk",
+    ),
 }
 
 
@@ -205,6 +238,8 @@ def credited(case: Case, rows: Rows, old, reference, value) -> tuple[torch.Tenso
     """Advantages and returns of all tokens, as verl's estimators have them."""
     if case.estimator == "grpo":
         return torch.cat(group_advantages(rows, case.normalise)), None
+    if case.estimator == "passk":
+        return torch.cat(best_advantages(rows)), None
     reward = torch.zeros_like(old)
     ends = np.cumsum(lengths(rows)) - 1
     reward[ends] = torch.tensor(rows.score, dtype=torch.float64)
@@ -249,7 +284,10 @@ def verl(case: Case, start, policy, head, rows: Rows) -> tuple[list[float], list
             here = torch.isin(at, torch.tensor(chosen))
             sizes = [lengths(rows)[row] for row in chosen]
             new = logprobs(policy, rows, chosen)
-            loss = summed(policy_loss(new, old[here], advantage[here], dual=case.dual), case, sizes)
+            if case.loss == "geo_mean":
+                loss = geo_mean_loss(new, old[here], advantage[here], sizes)
+            else:
+                loss = summed(policy_loss(new, old[here], advantage[here], dual=case.dual), case, sizes)
             loss = loss + case.kl_loss * summed(k3(new, reference[here]), case, sizes)
             if target is not None:
                 now = values(critic, head, rows, chosen)

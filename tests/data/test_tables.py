@@ -303,6 +303,33 @@ def test_one_file_is_reported_apart_by_a_column(tmp_path):
             opened(path=tmp_path / name, by="kind", sources=ratios)
 
 
+def test_held_out_rows_of_another_file_belong_to_the_sources_by_the_same_column(tmp_path, caplog):
+    rows = [{"prompt": f"{kind}{n}", "data_source": kind} for n in range(30) for kind in ("nq", "taco")]
+    held = [{"prompt": f"{kind}-v{n}", "data_source": kind} for n in range(4) for kind in ("nq", "aime")]
+    (tmp_path / "train.json").write_text(json.dumps(rows))
+    (tmp_path / "val.json").write_text(json.dumps(held))
+    given = {"path": tmp_path / "train.json", "evaluation_path": tmp_path / "val.json", "by": "data_source"}
+    sources = {
+        name: {"ratio": ratio, "evaluation_tasks": 4} for name, ratio in (("nq", 0.5), ("taco", 0.5), ("aime", 0))
+    }
+    with caplog.at_level(logging.WARNING):
+        source = opened(**given, sources=sources)
+    assert "data.sources.taco has no held-out rows" in caplog.text
+    assert {name: pool.size for name, pool in source.pools.items() if name != "aime"} == {"nq": 30, "taco": 30}
+    assert sorted(questions(source.pools["nq"].evaluation(9))) == [f"nq-v{n}" for n in range(4)]
+    assert source.pools["taco"].evaluation(9) == []
+    assert sorted(questions(source.pools["aime"].evaluation(9))) == [f"aime-v{n}" for n in range(4)]
+    assert not any("-v" in text for text in questions(source.take(0, 60)))
+    with pytest.raises(
+        ConfigError, match=r"val.json: 4 rows have data_source='aime', which data.sources does not name"
+    ):
+        opened(**given, sources={"nq": {}, "taco": {}})
+    with pytest.raises(
+        ValueError, match=r"evaluation_path: every source has its own. Write sources.NAME.evaluation_pa"
+    ):
+        opened(evaluation_path=tmp_path / "val.json", sources={"nq": {"path": tmp_path / "train.json"}})
+
+
 def test_a_large_file_reported_apart_by_a_column_is_still_streamed(tmp_path, monkeypatch):
     monkeypatch.setattr(data_files, "MEMORY_ROWS", 100)
     kinds = ["a" if n % 3 else "b" for n in range(900)]

@@ -128,7 +128,10 @@ def test_an_engine_that_is_not_there_is_one_message_and_nothing_is_written(tmp_p
         ({"engine": "http"}, "engine=http needs servers. Write engine.args.urls=[http://HOST:8000]"),
         ({"engine": {"name": "http", "args": {"urls": ["host:80"]}}}, "'host:80' is not an address"),
         ({"engine": {"name": "http", "args": {"urls": ["http://a", "http://a"]}}}, "named twice"),
-        ({"engine": {"args": {"urls": ["http://a"]}}}, "urls: is for engine=http, not for engine=local"),
+        (
+            {"engine": {"args": {"urls": ["http://a"]}}},
+            "urls: is for engine=http and engine=sglang, not for engine=local",
+        ),
         ({"engine": {"name": "http", "args": {"urls": ["http://a"], "python": "x"}}}, "python: is for engine=vllm"),
         (
             {"engine": {"name": "vllm", "args": {"update": "restart"}}},

@@ -312,6 +312,6 @@ def test_bad_input_is_one_clear_line_exit_code_2_and_nothing_written(tmp_path, m
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(stub):
-    again = invoke("train", "--stub", f"output_dir={stub}")
+    again = invoke("train", f"output_dir={stub}")
     assert again.exit_code == 2
     assert "--resume latest" in again.output

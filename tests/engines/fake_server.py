@@ -31,11 +31,14 @@ class FakeServer:
         kind: `vllm`, `vllm completions` (no token endpoints), `vllm closed` (takes no weights), `sglang`, `chat`.
         renderer: whose tokenizer it has.
         deaf: it acknowledges weights and does not take them.
+        ends: end tokens of the model, which SGLang stops at besides those of a request.
     """
 
-    def __init__(self, model, kind="vllm", renderer=None, context=256, deaf=False, name="policy"):
+    def __init__(self, model, kind="vllm", renderer=None, context=256, deaf=False, name="policy", ends=()):
         self.start_model, self.kind, self.renderer, self.context = model, kind, renderer, context
-        self.deaf, self.name = deaf, name
+        self.deaf, self.start_name, self.ends = deaf, name, ends
+        self.is_incremental = self.is_starting = False
+        """Of SGLang: streamed events have new tokens only; it is not yet ready."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -52,7 +55,7 @@ class FakeServer:
     def start(self):
         self.model = copy.deepcopy(self.start_model)
         self.engine = LocalEngine(self.model, max_context=self.context, max_requests=8, kv_tokens=8 * self.context)
-        self.label = "default"
+        self.label, self.name = "default", self.start_name
         config = uvicorn.Config(self.app(), port=self.port, log_level="critical", timeout_graceful_shutdown=0)
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
@@ -85,7 +88,9 @@ class FakeServer:
                 routes.append(Route(path, getattr(self, path[1:]), methods=["POST"]))
         if self.kind == "sglang":
             routes += [
-                Route("/get_model_info", self.weight_info),
+                Route("/model_info", self.model_info),
+                Route("/health", self.health),
+                Route("/tokenize", self.tokenize, methods=["POST"]),
                 Route("/generate", self.sglang, methods=["POST"]),
                 Route("/update_weights_from_disk", self.from_disk, methods=["POST"]),
             ]
@@ -101,6 +106,13 @@ class FakeServer:
 
     async def weight_info(self, request):
         return JSONResponse({"weight_version": self.label})
+
+    async def model_info(self, request):
+        about = {"model_path": self.name, "is_generation": True, "preferred_sampling_params": None}
+        return JSONResponse(about | ({} if self.label is None else {"weight_version": self.label}))
+
+    async def health(self, request):
+        return Response(status_code=503 if self.is_starting else 200)
 
     async def tokenize(self, request):
         body = await request.json()
@@ -139,9 +151,11 @@ class FakeServer:
 
     async def from_disk(self, request):
         body = await request.json()
-        await self.take(body["model_path"])
-        self.label = body["weight_version"]
-        return JSONResponse({"success": True, "message": ""})
+        taken = await self.take(body["model_path"])
+        if taken.status_code != 200:
+            return JSONResponse({"success": False, "message": "size mismatch", "num_paused_requests": 0}, 400)
+        self.name, self.label = body["model_path"], body["weight_version"]  # SGLang renames its model
+        return JSONResponse({"success": True, "message": "Succeeded.", "num_paused_requests": 0})
 
     async def sampled(self, path, prompt, how):
         self.log.append((path, self.label))
@@ -195,13 +209,33 @@ class FakeServer:
         return StreamingResponse((f"data: {event}\n\n" for event in events), media_type="text/event-stream")
 
     async def sglang(self, request):
+        """`/generate` as SGLang answers it; with `ignore_eos` no token stops, not even those of the request."""
         body = await request.json()
+        if "input_ids" not in body:
+            return JSONResponse({"error": {"message": "Either text or input_ids should be provided."}}, 400)
         given = body["sampling_params"]
-        how = {**given, "max_tokens": given["max_new_tokens"], "seed": given["sampling_seed"]}
+        stops = [] if given.get("ignore_eos") else [*given["stop_token_ids"], *self.ends]
+        how = {**given, "max_tokens": given["max_new_tokens"], "seed": given["sampling_seed"], "stop_token_ids": stops}
         done = await self.sampled("tokens", body["input_ids"], how)
+        if done is None:
+            return JSONResponse({"error": {"message": "The server is overloaded."}}, 503)
         pairs = [[logprob, token, None] for token, logprob in zip(done.tokens, done.logprobs, strict=True)]
-        about = {"output_token_logprobs": pairs, "finish_reason": {"type": done.finish.value}}
-        return JSONResponse({"output_ids": done.tokens, "meta_info": {**about, "weight_version": self.label}})
+
+        def event(begin, end):
+            reason = {"type": "stop", "matched": done.tokens[-1]}
+            reason = reason if done.finish.value == "stop" else {"type": "length", "length": len(pairs)}
+            meta = {
+                "id": "e5f3", "finish_reason": reason if end == len(pairs) else None, "prompt_tokens": 3,
+                "weight_version": self.label, "input_token_logprobs": [], "output_token_logprobs": pairs[begin:end],
+                "output_token_logprobs_length": end, "completion_tokens": end, "cached_tokens": 0, "e2e_latency": 0.01,
+            }  # fmt: skip
+            return {"text": "…", "output_ids": list(done.tokens[begin:end]), "meta_info": meta}
+
+        if not body["stream"]:
+            return JSONResponse(event(0, len(pairs)))
+        events = (event(end - 1 if self.is_incremental else 0, end) for end in range(1, len(pairs) + 1))
+        lines = [*(f"data: {json.dumps(one)}\n\n" for one in events), "data: [DONE]\n\n"]
+        return StreamingResponse(iter(lines), media_type="text/event-stream")
 
     async def chat(self, request):
         body = await request.json()

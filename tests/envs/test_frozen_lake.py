@@ -220,3 +220,28 @@ def test_a_slippery_episode_replays_from_its_seed(seed, rng, moves):
         return asyncio.run(play(env, task(seed), rng, lambda env: f"<answer>{next(left)}</answer>"))
 
     assert replay() == replay()
+
+
+def test_cells_may_have_other_characters_in_the_board_and_in_the_rules():
+    usual, other = FrozenLake(), FrozenLake(symbols={"ice": ".", "hole": "#", "player": "A"})
+    opening, shown = (asyncio.run(env.reset(task(3), 0)).messages for env in (usual, other))
+    assert shown[1].content == opening[1].content.translate(str.maketrans("_OP", ".#A"))
+    assert "from A to G. . is ice, # is a hole" in shown[0].content
+    assert usual.rules != other.rules
+    assert other.oracle() == usual.oracle()
+    assert other.picture().tobytes() == usual.picture().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("symbols", "says"),
+    [
+        ({"water": "w"}, "unknown water; give some of player, ice"),
+        ({"ice": "O"}, "two cells look alike"),
+        ({"ice": "__"}, "symbols.ice='__': give one visible character"),
+        ({"ice": " "}, "one visible character"),
+        ({"ice": 1}, "one visible character"),
+    ],
+)
+def test_characters_that_no_board_can_have_are_errors(symbols, says):
+    with pytest.raises(ValueError, match=says):
+        FrozenLake(symbols=symbols)

@@ -29,6 +29,37 @@ def test_the_task_is_shown_and_the_first_message_ends_it():
 
 def test_it_keeps_the_contract_of_an_environment():
     assert_env(Question, TASK)
+    assert_env(lambda: Question(attempts=2), Task("sum", TASK.messages, {"answer": "42"}))
+
+
+@pytest.mark.parametrize(
+    ("replies", "over"),
+    [
+        (["#### 41", "so #### 42"], [False, True]),
+        (["<answer>42.0</answer>"], [True]),
+        ([r"it is \boxed{42}"], [True]),
+        (["#### 42 no, #### 41", "I give up", "42"], [False, False, True]),
+    ],
+)
+def test_a_wrong_answer_may_be_corrected_as_often_as_the_attempts_say(replies, over):
+    async def play():
+        env = Question(attempts=3, feedback="Think again.")
+        await env.reset(Task("sum", TASK.messages, {"answer": "42"}), 0)
+        return [await env.step(Message("assistant", reply)) for reply in replies]
+
+    steps = asyncio.run(play())
+    assert [step.terminated for step in steps] == over
+    assert [bool(step.observation.messages) for step in steps] == [not done for done in over]
+    assert all(step.observation.messages[0].content == "Think again." for step in steps[:-1])
+
+
+def test_attempts_need_an_answer_and_a_pattern_that_can_be_read():
+    with pytest.raises(ValueError, match="task 'sum' has no field `answer`"):
+        asyncio.run(Question(attempts=2).reset(TASK, 0))
+    with pytest.raises(ValueError, match="not a regular expression"):
+        Question(pattern="(")
+    with pytest.raises(ValueError, match="give 1 or more"):
+        Question(attempts=0)
 
 
 def test_a_task_without_messages_is_an_error():

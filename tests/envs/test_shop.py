@@ -24,6 +24,7 @@ from arborl.envs.games.shop_catalogue import (
     generated_catalogue,
     load_webshop,
     nouns,
+    prepare_webshop,
 )
 from arborl.types import Message, Task
 
@@ -287,3 +288,37 @@ def test_the_step_limit_truncates():
     steps = say(env, "search[shirt]", "click[Back to Search]")
     assert [step.truncated for step in steps] == [False, True]
     assert env.metrics()["bought"] == 0.0
+
+
+def test_downloaded_files_of_webshop_are_prepared_and_played(tmp_path):
+    """Products are read one at a time, also where a product does not end with what is read at once."""
+    (tmp_path / "data").mkdir()
+    write_webshop(tmp_path / "data", 60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("arborl.envs.games.shop_catalogue.CHUNK", 100)
+        written = prepare_webshop(tmp_path, tmp_path / "out", 50)
+    assert written == {"items_shuffle.json": 50, "items_ins_v2.json": 50, "items_human_ins.json": 50}
+    assert len(load_webshop(str(tmp_path / "out")).catalogue) == 50
+    assert (
+        len(load_webshop(str(tmp_path / "out" / "items_shuffle.json")).catalogue) == 50
+    )  # a file stands for its folder
+    every = prepare_webshop(tmp_path / "data", tmp_path / "all")
+    assert every["items_shuffle.json"] == 61  # the one without an asin is dropped when it is read
+    assert len(load_webshop(str(tmp_path / "all")).catalogue) == 60
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("items_shuffle_1000.json", "{}", "is not a JSON list of products"),
+        ("items_shuffle_1000.json", '[{"asin": "B1"}, {"asin', "is not complete JSON"),
+        ("items_shuffle_1000.json", "[]", "has no products with an asin"),
+        ("items_ins_v2_1000.json", "[]", "is not a JSON object by asin"),
+        ("items_ins_v2_1000.json", "{", "not valid JSON"),
+    ],
+)
+def test_damaged_files_of_webshop_are_named(name, text, says, tmp_path):
+    write_webshop(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"{name}: {says}"):
+        prepare_webshop(tmp_path, tmp_path / "out")

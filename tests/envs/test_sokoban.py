@@ -222,3 +222,13 @@ def test_a_level_is_what_it_says():
     assert level == Level(3, 5, level.walls, frozenset({8}))
     assert state == BoardState(6, frozenset({7}))
     assert len(level.walls) == 12
+
+
+def test_cells_may_have_other_characters_and_the_game_is_the_same():
+    signs = dict(zip(("wall", "floor", "target", "box", "player"), "W.GBA", strict=True))
+    usual, other = Sokoban(border=True), Sokoban(border=True, symbols=signs)
+    opening, shown = (asyncio.run(env.reset(Task("t", seed=5), 0)).messages for env in (usual, other))
+    assert shown[1].content == opening[1].content.translate(str.maketrans("#_OXP", "W.GBA"))
+    assert "every box B onto a target G. A is you, W wall" in shown[0].content
+    assert other.oracle() == usual.oracle()
+    assert other.picture().tobytes() == usual.picture().tobytes()

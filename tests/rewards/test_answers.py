@@ -14,6 +14,7 @@ from arborl.envs.env import parse_answer
 from arborl.rewards import REWARDS
 from arborl.rewards.answers import (
     Equal,
+    ShortAnswer,
     environment,
     equal,
     exact,
@@ -25,7 +26,7 @@ from arborl.rewards.answers import (
     same_answer,
 )
 from arborl.rewards.code_tests import final_code
-from arborl.types import Episode, Message, Task, Turn
+from arborl.types import Episode, Message, StopReason, Task, Turn
 
 
 def score(text, answer, **args):
@@ -192,3 +193,35 @@ def test_tags_that_are_never_closed_are_read_in_one_pass():
     assert final_code(text) == text
     assert parse_answer(text) is None
     assert parse_answer(text + "</answer>") is not None
+
+
+# ---------------------------------------------------------------------------------------- required calls and messages
+
+
+def worth(reward, answer, calls=0, **metrics):
+    one = Episode("e", Task("t", fields={"answer": "42"}), turns=[Turn(Message("assistant", answer))])
+    one.metrics |= {"tool/calls": float(calls)} | {f"tool/{key}": value for key, value in metrics.items()}
+    return asyncio.run(reward(one))
+
+
+def test_an_answer_without_the_required_tool_call_has_the_value_unmet_even_if_it_is_right():
+    reward = Equal(min_tool_calls=1, wrong=0.1)
+    assert [worth(reward, answer, calls) for calls in (0, 1) for answer in ("42", "41")] == [0.0, 0.0, 1.0, 0.1]
+    assert worth(Equal(min_tool_calls=1, unmet=-1.0), "42") == -1.0
+    assert worth(reward, "42", 1, unknown_tool=1.0) == worth(reward, "42", 1, malformed=1.0) == 0.0
+    assert worth(reward, "42", 1, failed=1.0, exception=1.0) == 1.0  # the tool was called
+
+
+def test_a_required_message_counts_before_every_penalty():
+    reward = ShortAnswer(last_pattern="<answer>", unmet=0.25)
+    assert (worth(reward, "<answer>42</answer>"), worth(reward, "42")) == (1.0, 0.25)
+    empty = Episode("e", Task("t", fields={"answer": "42"}), stop=StopReason.MAX_TURNS)
+    assert asyncio.run(reward(empty)) == 0.25
+
+
+@pytest.mark.parametrize("reward", [Equal, ShortAnswer])
+def test_wrong_requirements_are_refused_by_name(reward):
+    with pytest.raises(ValueError, match=r"last_pattern='\(' is not a regular expression"):
+        reward(last_pattern="(")
+    with pytest.raises(ValueError, match="min_tool_calls=-1"):
+        reward(min_tool_calls=-1)

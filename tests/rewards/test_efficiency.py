@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from arborl.errors import ConfigError
 from arborl.rewards import REWARDS, Rewards, reward
-from arborl.rewards.answers import Format
+from arborl.rewards.answers import Format, Repetition
 from arborl.rewards.efficiency import Efficient, efficiency
 from arborl.types import Episode, Group, Message, Task, Turn
 
@@ -109,3 +109,21 @@ def test_a_pattern_of_ones_own():
     assert asyncio.run(form(episode("<answer>c</answer>"))) == -0.5
     with pytest.raises(ValueError, match="not a regular expression"):
         Format(pattern="(")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("", 0.0), ("one two", 0.0), ("one two three", 0.0), ("a b c a b c", -0.25), ("A b c a B c", -0.25),
+        ("x x x x x", -2 / 3), ("so it is and so it was", 0.0),
+    ],
+)  # fmt: skip
+def test_repeated_sequences_of_words_cost_their_share(text, value):
+    assert asyncio.run(Repetition()(episode(text))) == pytest.approx(value)
+
+
+def test_sequences_of_other_lengths_and_no_length():
+    assert asyncio.run(Repetition(words=1)(episode("a b a"))) == pytest.approx(-1 / 3)
+    for words in (0, True, 1.5):
+        with pytest.raises(ValueError, match="words="):
+            Repetition(words=words)

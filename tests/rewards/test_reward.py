@@ -5,7 +5,11 @@ import numpy as np
 import pytest
 
 from arborl.rewards import REWARDS, Rewards, reward
+from arborl.rewards.efficiency import Efficient
 from arborl.rewards.reward import as_finite_numbers
+from arborl.rewards.text.composite import CompositeReward, MultiObjectiveReward
+from arborl.rewards.text.library_rewards import ConcisenessReward, CorrectnessReward, HelpfulnessReward
+from arborl.rewards.text.text_reward import RewardFunction, reward_function
 from arborl.types import Episode, Failure, Group, Message, StopReason, Task, Turn
 
 
@@ -154,9 +158,6 @@ def test_numbers_of_numpy_and_tensors_without_dimensions_are_numbers():
 
 
 def test_a_reward_of_weight_zero_is_measured_and_shown_and_nothing_else():
-    from arborl.rewards.text.composite import CompositeReward
-    from arborl.rewards.text.library_rewards import ConcisenessReward
-
     @reward
     def length(episode):
         return {"words": 2.0, "letters": 3.0}
@@ -182,6 +183,68 @@ def test_success_that_no_one_judged_is_not_claimed_whatever_the_environments_rew
     known = group("42")
     score([known], (named.name, named, 1.0))
     assert known.episodes[0].metrics["success"] == 0.0
+
+
+@reward_function
+def share(turns, context=None):
+    return 1.0
+
+
+@reward_function(graded=False)
+def greets(turns, context=None):
+    return 1.0
+
+
+@reward(graded=True)
+def length(episode):
+    return len(episode.answer) / 2
+
+
+class Lasting(RewardFunction):
+    graded = False
+
+    async def compute_reward(self, turns, context=None):
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "has_success"),
+    [
+        ([HelpfulnessReward()], False),
+        ([share], False),
+        ([length], False),
+        ([CompositeReward([HelpfulnessReward(), share])], False),
+        ([MultiObjectiveReward([{"reward": share}, {"reward": CompositeReward([length])}])], False),
+        ([Efficient(HelpfulnessReward())], False),
+        ([right], True),
+        ([greets], True),
+        ([Lasting()], True),
+        ([CorrectnessReward()], True),
+        ([Efficient("exact")], True),
+        ([HelpfulnessReward(), right], True),
+        ([CompositeReward([share, CompositeReward([right])])], True),
+        ([HelpfulnessReward(), REWARDS.get("env")], True),
+    ],
+)
+def test_an_episode_has_success_only_if_a_reward_has_a_value_that_means_it(rewards, has_success):
+    made = group("42", "4", answer="42")
+    score([made], *((f"r{number}", one, 0.5) for number, one in enumerate(rewards)))
+    assert [("success" in one.metrics) for one in made.episodes] == [has_success] * 2
+    assert all(one.failure is None and one.rewards for one in made.episodes)
+
+
+def test_a_rule_of_weight_zero_defines_no_success():
+    made = group("42", answer="42")
+    score([made], ("share", share, 1.0), ("right", right, 0.0))
+    assert "success" not in made.episodes[0].metrics
+    assert made.episodes[0].metrics["reward/right"] == 1.0
+
+
+def test_a_task_whose_environment_reports_success_has_it_in_every_episode():
+    made = group("42", "41", answer="42")
+    made.episodes[0].metrics["success"] = 1.0
+    score([made], ("share", share, 0.5))
+    assert [one.metrics["success"] for one in made.episodes] == [1.0, 0.0]
 
 
 def test_a_reward_that_hangs_costs_its_episode_alone():

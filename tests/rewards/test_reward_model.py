@@ -122,13 +122,27 @@ def test_what_is_no_reward_model_is_refused_before_anything_is_read(folder, tmp_
     for given, output in (
         ({"path": str(two)}, "is a LlamaForSequenceClassification, not a sequence classifier with one label"),
         ({"path": str(resolve("seedling"))}, "is a LlamaForCausalLM, not a sequence classifier"),
-        ({"path": "nowhere"}, "path=nowhere: not the folder of a Hugging Face model"),
+        ({"path": "./nowhere"}, "path=./nowhere: no such folder. Give the folder of a reward model, or a Hugging Face"),
+        ({"path": "org/nowhere"}, "no such folder exists, and the Hugging Face hub cannot be reached"),
+        ({"path": str(tmp_path)}, "has no config.json"),
         ({"path": str(folder), "batch": 0}, "give 1 or more"),
         ({"path": str(folder), "dtype": "int8"}, "give float32"),
         ({"path": str(folder), "bach": 2}, "Did you mean 'batch'?"),
     ):
         with pytest.raises(ConfigError, match=output.replace("?", r"\?")):
             call_checked(RewardModel, given, "rewards.0.args")
+
+
+def test_a_hugging_face_id_is_read_from_the_cache(folder, tmp_path, monkeypatch):
+    """The tests have no network: a model that is not in the cache is an error, see above."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--org--judge"
+    shutil.copytree(folder, cached / "snapshots" / "0123abcd")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0123abcd")
+    judge = call_checked(RewardModel, {"path": "org/judge", "device": "cpu"}, "rewards.0.args")
+    assert judge.folder == cached / "snapshots" / "0123abcd"
+    assert asyncio.run(judge(episode(2))) == pytest.approx(theirs(folder, episode(2)), abs=1e-5)
 
 
 def test_what_the_folder_says_of_itself_holds_unless_it_is_stated_otherwise(folder, tmp_path):

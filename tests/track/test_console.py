@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from arborl.track import Console, table_before_after
-from arborl.track.console import BLOCKS, span, sparkline, thousands
+from arborl.track.console import BLOCKS, fields, held_out_fields, span, sparkline, thousands
 
 METRICS = {
     "reward/mean": 0.412, "episode/success": 0.41, "policy/entropy": 0.83, "rollout/sampled_per_second": 4120.0,
@@ -158,6 +158,18 @@ def test_before_and_after_are_rows_with_intervals_and_what_was_not_measured_is_a
     assert ["tasks", "success", "reward", "greedy", "success"] in shown
     assert ["before", "4", "18.0%", "(13.0–24.0)", "0.170", "–"] in shown
     assert ["after", "4", "93.0%", "-0.900", "(-1.00", "to", "0.50)", "100.0%"] in shown
+
+
+def test_a_run_without_success_shows_its_rewards_only():
+    rich = RichConsole(file=io.StringIO(), width=100)
+    measured = {"tasks": 4.0, "reward": 0.3, "reward_low": 0.2, "reward_high": 0.4, "greedy_reward": 0.5, "failed": 0.0}
+    rich.print(table_before_after(measured, measured))
+    shown = [line.split() for line in rich.file.getvalue().splitlines() if line.strip()]
+    assert ["tasks", "reward", "greedy", "reward"] in shown
+    assert ["after", "4", "0.300", "(0.20–0.40)", "0.500"] in shown
+    texts = " ".join(held_out_fields(measured))
+    assert texts == "held out, 4 tasks: reward 0.300 (0.20–0.40) greedy reward 0.500"
+    assert "success" not in " ".join(fields({"reward/mean": 0.3, "episode/count": 8.0, "episode/failed": 0.0}))
 
 
 def test_in_a_narrow_terminal_no_number_of_before_and_after_is_cut_off():

@@ -8,6 +8,8 @@ import pytest
 
 from arborl.trainer import evaluation
 from arborl.trainer.evaluation import evaluation_metrics
+from arborl.trainer.policy_comparison import PolicyResult, compare_pair
+from arborl.trainer.step_metrics import episode_metrics
 from arborl.types import Episode, Failure, Group, Task
 
 
@@ -36,6 +38,24 @@ def test_success_is_absent_if_no_part_reports_it():
     found = evaluation_metrics([Group(Task("t"), [unjudged])] * 3)
     assert "success" not in found
     assert found["reward"] == 1.0
+
+
+def test_tasks_without_a_success_value_do_not_lower_the_success_of_others():
+    degrees = episode(0.5)
+    del degrees.metrics["success"]
+    groups = [Group(Task(f"t{i}"), [one]) for i, one in enumerate([episode(1.0), episode(1.0), degrees, episode(None)])]
+    found = evaluation_metrics(groups)
+    assert found["success"] == pytest.approx(2 / 3)  # the failed episode counts as 0
+    assert found["reward"] == 2.5 / 4
+    assert episode_metrics(groups)["episode/success"] == 1.0
+    result = PolicyResult("policy", "sampled", found, groups)
+    assert result.scores()["success"].mean == pytest.approx(2 / 3)
+    pair = compare_pair(result, result)
+    assert pair is not None
+    assert (pair.metric, pair.tasks) == ("success", 3)
+    pair = compare_pair(*[PolicyResult("policy", "sampled", {}, groups[2:3])] * 2)
+    assert pair is not None
+    assert (pair.metric, pair.tasks) == ("reward", 1)
 
 
 def test_shares_have_wilson_intervals_and_rewards_student_intervals():

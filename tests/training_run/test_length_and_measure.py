@@ -83,8 +83,8 @@ def test_a_run_by_passes_resumes_exactly_ends_and_can_be_made_longer(passed, tmp
     assert count_steps(load(cut / "config.yaml", ["trainer.epochs=3"])) > steps
     with pytest.raises(ConfigError, match=r"trainer.epochs=1, \d+ steps: \d+ steps are done"):
         again(cut, "trainer.epochs=1")
-    with pytest.raises(ConfigError, match="both set the length of the run"):
-        again(cut, "trainer.steps=5")
+    again(cut, "trainer.steps=5")  # replaces the epochs of the run
+    assert "trainer.steps: none -> 5" in capsys.readouterr().out
 
 
 def test_passes_of_what_has_no_end_are_refused_and_those_of_sources_are_over_all_rows(rows):

@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_runs import LAKE, invoke
 from typer.testing import CliRunner
 
 from arborl.cli.main import app
 from arborl.config.config_base import dump_yaml
 from arborl.config.run_config import RunConfig
 from arborl.errors import ConfigError
-from arborl.training_run.run_folder import claimed
+from arborl.training_run.run_folder import claimed, link_checkpoints
 
 CLAIM = """
 import sys, time
@@ -194,3 +195,30 @@ def test_mistakes_that_need_no_model_are_found_without_torch(here):
     ]  # fmt: skip
     ran = subprocess.run([sys.executable, "-c", code.format(wrong)], capture_output=True, text=True)
     assert ran.stdout.strip() == "[]", ran.stderr
+
+
+def test_checkpoints_go_to_another_folder_and_the_run_has_a_link_to_it(here):
+    (here / "out" / "a").mkdir(parents=True)
+    for _ in range(2):  # a run that begins again, before its first checkpoint, finds its link
+        link_checkpoints(Path("out/a"), Path("disk"))
+    assert (here / "out" / "a" / "checkpoints").resolve() == here / "disk" / "a"
+    (here / "disk" / "b").mkdir()
+    (here / "disk" / "b" / "step-000001").mkdir()
+    (here / "out" / "b").mkdir()
+    with pytest.raises(ConfigError, match=r"trainer.checkpoint_dir: .* is not empty"):
+        link_checkpoints(here / "out" / "b", here / "disk")
+    (here / "file").touch()
+    with pytest.raises(ConfigError, match=r"trainer.checkpoint_dir: cannot write .*null for the run folder"):
+        link_checkpoints(here / "out" / "b", here / "file")
+
+
+def test_a_run_with_checkpoints_elsewhere_is_resumed_and_evaluated(here):
+    small = [*LAKE, "evaluation.tasks=0", "output_dir=out"]
+    done = invoke("train", *small, "trainer.steps=1", "trainer.checkpoint_dir=disk")
+    assert done.exit_code == 0, done.output
+    assert [path.name for path in (here / "disk" / "out").glob("step-*")] == ["step-000001"]
+    done = invoke("train", "--resume", "latest", "output_dir=out", "trainer.steps=2")
+    assert done.exit_code == 0, done.output
+    assert (here / "disk" / "out" / "step-000002").is_dir()
+    refused = invoke("train", "--resume", "latest", "output_dir=out", "trainer.steps=3", "trainer.checkpoint_dir=other")
+    assert (refused.exit_code, "its other checkpoints are there" in refused.stderr) == (2, True)

@@ -93,6 +93,14 @@ def test_what_is_no_part_name_is_not_imported_at_all(untrusted, name):
     assert not (untrusted / "ran").exists()
 
 
+@pytest.mark.parametrize("name", ["evil.py:Env", "./evil.py:Env", "../untrusted/evil-mod.py:Env"])
+def test_a_file_is_code_that_needs_trust_too(untrusted, name):
+    (untrusted / "config.yaml").write_text(f"env: {name!r}\n")
+    output = CliRunner().invoke(app, ["evaluate", "."])
+    assert f"would import and run {name}" in output.output + output.stderr
+    assert not (untrusted / "ran").exists()
+
+
 def test_modules_of_the_current_folder_are_not_imported_when_an_untrusted_configuration_is_read(untrusted):
     """Neither one that is called like a library's, nor a plugin of Hydra's."""
     mark = f"from pathlib import Path\nPath({str(untrusted / 'ran')!r}).touch()\n"
@@ -108,6 +116,22 @@ def test_modules_of_the_current_folder_are_not_imported_when_an_untrusted_config
         assert done.returncode == 2, done.stderr
         assert "would import and run evil:Env" in done.stderr
         assert not (untrusted / "ran").exists()
+
+
+def test_a_function_of_a_file_is_loaded_once_and_needs_no_package(tmp_path, monkeypatch):
+    (tmp_path / "some-project").mkdir()
+    file = tmp_path / "some-project" / "my rewards.py"
+    file.write_text("calls = []\ndef score():\n    calls.append(1)\n    return len(calls)\n")
+    monkeypatch.chdir(tmp_path)
+    assert load(f"{file}:score")() == 1
+    assert load("some-project/my rewards.py:score")() == 2
+    with pytest.raises(ArborError, match=r"there is no file some-project/other\.py"):
+        load("some-project/other.py:score", "function")
+    with pytest.raises(ArborError, match=r"has no 'scores' .*Did you mean 'score'"):
+        load(f"{file}:scores", "function")
+    (tmp_path / "broken.py").write_text("def (")
+    with pytest.raises(ArborError, match=r"SyntaxError: .* \(broken.py, line 1\)"):
+        load("broken.py:score")
 
 
 REACHES = {

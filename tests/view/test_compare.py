@@ -49,6 +49,16 @@ def test_seeds_of_one_setting_stand_together_with_their_interval(runs, tmp_path)
     assert "data:image/png;base64" in page
 
 
+def test_runs_without_success_are_compared_by_reward(runs, tmp_path):
+    assert "success before" in write_comparison(runs, tmp_path / "all.html").read_text()
+    for run in runs:
+        (run / "summary.json").write_text(json.dumps({"before": {"reward": 0.25}, "after": {"reward": 0.75}}))
+    page = write_comparison(runs, tmp_path / "all.html").read_text()
+    assert page.count("<td>0.750</td>") == len(runs) + 1  # of every run, and of the setting with one run
+    assert "reward before" in page
+    assert "success before" not in page
+
+
 def test_the_interval_of_a_band_is_over_seeds(runs):
     rows = settings_of(runs)[0].band("reward/mean")
     assert all(low == pytest.approx(mean) == high for _, mean, low, high in rows)  # all seeds say the same here

@@ -168,6 +168,7 @@ ADVANTAGES: dict[str, Advantage] = {
         lambda arrays, config, memory: episode_advantages.opo(_rewards(arrays), arrays.by_group(arrays.length_E))
     ),
     "maxrl": per_episode(lambda arrays, config, memory: episode_advantages.maxrl(_rewards(arrays))),
+    "pass_k": per_episode(lambda arrays, config, memory: episode_advantages.pass_k(_rewards(arrays), config.std)),
     "gdpo": per_episode(
         lambda arrays, config, memory: episode_advantages.gdpo(arrays.named(), config.options.reward_weights)
     ),

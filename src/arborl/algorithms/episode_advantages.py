@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from arborl.algorithms.statistics import EPSILON, relative
 from arborl.algorithms.statistics import is_constant as is_constant
-from arborl.algorithms.statistics import relative
 from arborl.types import Floats
 
 Rewards = Sequence[Floats]  # of the surviving episodes, one array per group
@@ -55,6 +55,22 @@ def maxrl(rewards: Rewards) -> list[Floats]:
         if len(group) and group.min() < 0:
             raise ValueError(f"maxrl divides by the mean reward, which must not be negative; given {group.tolist()}")
     return [_unless_constant(group, lambda r: (r - r.mean()) / r.mean()) for group in rewards]
+
+
+def pass_k(rewards: Rewards, std: str = "none") -> list[Floats]:
+    """A_i = max of r - max of r_j, j ≠ i: only the best episode has an advantage, its lead over the second (the
+    leave-one-out baseline of the best of k; Tang et al. 2025, arXiv 2503.19595). `std` as for `grpo`."""
+    flat = np.concatenate([np.zeros(0), *rewards])
+    return [_unless_constant(group, lambda r: _lead(r) / _spread(r, flat, std)) for group in rewards]
+
+
+def _lead(rewards: Floats) -> Floats:
+    second, best = np.sort(rewards)[-2:]
+    return np.where(rewards == best, best - second, 0.0)
+
+
+def _spread(group: Floats, batch: Floats, std: str) -> float:
+    return 1.0 if std == "none" else float((group if std == "group" else batch).std(ddof=1)) + EPSILON
 
 
 def gdpo(rewards: Mapping[str, Rewards], weights: Mapping[str, float] | None = None) -> list[Floats]:

@@ -82,6 +82,7 @@ _preference = _loss(_pulled, "new reference sequence")
 LOSSES: dict[str, Loss] = {
     "ppo": _loss(token_losses.ppo_clip, "new old advantage", lambda c: (c.clip_low, c.clip_high, c.options.dual_clip)),
     "gspo": _loss(token_losses.gspo, "new gap advantage", lambda c: (c.clip_low, c.clip_high)),
+    "gmpo": _loss(token_losses.gmpo, "new old gap advantage", lambda c: (c.clip_low, c.clip_high)),
     "cispo": _loss(token_losses.cispo, "new old advantage", lambda c: (c.clip_high,)),
     "sapo": _loss(token_losses.sapo, "new old advantage", lambda c: (c.options.tau_positive, c.options.tau_negative)),
     "topr": _loss(token_losses.topr, "new old advantage"),
@@ -102,9 +103,14 @@ LOSSES: dict[str, Loss] = {
 
 
 def _sequence_gap(now_M: Tensor, terms: TermBatch, config: AlgorithmConfig) -> Tensor:
-    of = terms.call_M if config.options.sequence == "call" else terms.episode_M
-    gap_M = token_losses.sequence_mean(now_M - anchor(terms, config), of)
-    return torch.stack([gap_M, torch.zeros_like(gap_M)], 1)
+    """The mean log-ratio of a term's sequence; of GMPO the mean of the clipped ones."""
+    of, old_M = terms.call_M if config.options.sequence == "call" else terms.episode_M, anchor(terms, config)
+    if config.loss == "gmpo":
+        gap_M = token_losses.gmpo_log_ratio(now_M, old_M, terms.advantage_M, config.clip_low, config.clip_high)
+    else:
+        gap_M = now_M - old_M
+    mean_M = token_losses.sequence_mean(gap_M, of)
+    return torch.stack([mean_M, torch.zeros_like(mean_M)], 1)
 
 
 def _episode_losses(now_M: Tensor, terms: TermBatch, config: AlgorithmConfig) -> Tensor:
@@ -135,6 +141,7 @@ def _episode_losses(now_M: Tensor, terms: TermBatch, config: AlgorithmConfig) ->
 
 PREPARES: dict[str, Prepare] = {
     "gspo": _sequence_gap,
+    "gmpo": _sequence_gap,
     "dpo": _episode_losses,
     "ipo": _episode_losses,
     "kto": _episode_losses,

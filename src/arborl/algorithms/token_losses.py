@@ -84,6 +84,34 @@ def gspo(
     return _clipped(ratio(gap_M + new_M - new_M.detach()), advantage_M, clip_low, clip_high, None)
 
 
+def gmpo_log_ratio(
+    new_M: Tensor, old_M: Tensor, advantage_M: Tensor, clip_low: float = 0.4, clip_high: float = 0.4
+) -> Tensor:
+    """GMPO's clipped log-ratio of a token: at most clip_high where A > 0, else at least -clip_low."""
+    difference_M = (new_M - old_M).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.where(advantage_M > 0, difference_M.clamp(max=clip_high), difference_M.clamp(min=-clip_low))
+
+
+def gmpo(
+    new_M: Tensor,
+    old_M: Tensor,
+    gap_M: Tensor,
+    advantage_M: Tensor,
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+) -> LossParts:
+    """-A s, s the geometric mean of a sequence's ratios, each clipped (GMPO, arXiv 2507.20673); `gap_M` is the mean of
+    the clipped log-ratios over the sequence. Every token carries the value of its sequence's s and, unless it is
+    clipped, its own gradient. The clip range is that of log r: the paper's (e^-0.4, e^0.4) is 0.4 and 0.4."""
+    free_M = (new_M - old_M).detach()
+    held_M = gmpo_log_ratio(new_M, old_M, advantage_M, clip_low, clip_high)
+    ratio_M = ratio(gap_M + held_M - held_M.detach())
+    return -ratio_M * advantage_M, {
+        "policy/ratio": ratio_M.detach(),
+        "policy/clipped": (held_M.detach() != free_M).float(),
+    }
+
+
 def _clipped(ratio_M: Tensor, advantage_M: Tensor, low: float, high: float, dual: float | None) -> LossParts:
     clipped_M = ratio_M.clamp(1 - low, 1 + high)
     free_M, bound_M = ratio_M * advantage_M, clipped_M * advantage_M

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import threading
 import time
@@ -29,6 +30,8 @@ from arborl.chat.control_tokens import DIVIDER, NO_ESCAPING, MessageEscaper, Ren
 from arborl.chat.traced_template import trace_loops
 from arborl.errors import ConfigError, did_you_mean
 from arborl.types import Message, ToolSpec
+
+log = logging.getLogger(__name__)
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 DICT_METHODS = frozenset(dir(dict))
@@ -166,11 +169,12 @@ class Template:
             if name in RESERVED:
                 raise ConfigError(f"model.chat_args.{name}: Arbor sets it for every template. Remove it.")
             if name not in reads:
-                remedy = f"It reads: {', '.join(known)}." if known else "It reads no arguments. Remove it."
-                raise ConfigError(
-                    f"model.chat_args.{name}: the model's chat template does not read it."
-                    f"{did_you_mean(name, known)} {remedy}"
-                )
+                near = did_you_mean(name, known)
+                reason = f"model.chat_args.{name}: the model's chat template does not read it."
+                listed = f"It reads: {', '.join(known)}." if known else "It reads no arguments."
+                if near:
+                    raise ConfigError(f"{reason}{near} {listed}")
+                log.warning("%s It has no effect. %s", reason, listed)  # an argument of another model's template
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generation: bool) -> str:
         """The conversation's text; `generation` adds the start of the assistant's next message."""

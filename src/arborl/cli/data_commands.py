@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from arborl.cli.options import SETTINGS, AsJson, SettingsCommand, argument, file_and_settings, option, path_and_settings
-from arborl.errors import ConfigError
+from arborl.errors import ConfigError, disk_errors
 
 if TYPE_CHECKING:
     from arborl.config import RunConfig
@@ -48,25 +48,45 @@ def make(
 
 @data.command("prepare")
 def prepare(
-    name: Annotated[str, typer.Argument(help="longbench-v2 or novelqa")],
-    source: Annotated[Path, typer.Option("--input", help="File of the data set.")],
-    out: Annotated[Path, typer.Option(help="Folder for train.parquet and val.parquet.")] = Path("data"),
+    name: Annotated[str, typer.Argument(help="longbench-v2, novelqa or webshop")],
+    source: Annotated[Path, typer.Option("--input", help="File of the data set; folder of webshop.")],
+    out: Annotated[Path, typer.Option(help="Folder to write to.")] = Path("data"),
     books: Annotated[Path | None, option(help="Folder with the books of novelqa.")] = None,
     mc_to_sa: Annotated[bool, option("--mc-to-sa", help="Ask for the text of the right choice.")] = False,
     val_share: Annotated[float, typer.Option(help="Share of the rows for validation.")] = 0.1,
+    products: Annotated[int | None, option(help="Number of products of webshop; default: all.", min=100)] = None,
 ) -> None:
-    """Convert a public data set into rows."""
+    """Convert a public data set into rows; webshop: into files for env.args.data of the environment shop."""
     from arborl.data.longbench import prepare_longbench, prepare_novelqa
 
+    if name == "webshop":
+        return _prepare_webshop(source, out, products)
+    if products is not None:
+        raise ConfigError(f"--products is for webshop, not for {name}. Leave it out.")
     if name == "longbench-v2":
         written = prepare_longbench(source, out, mc_to_sa=mc_to_sa, val_share=val_share)
     elif name == "novelqa" and books is not None and not mc_to_sa:
         written = prepare_novelqa(source, out, books, val_share=val_share)
     else:
-        raise ConfigError(f"{name!r}: write longbench-v2, or novelqa with --books FOLDER and without --mc-to-sa.")
+        raise ConfigError(
+            f"{name!r}: write longbench-v2, webshop, or novelqa with --books FOLDER and without --mc-to-sa."
+        )
     for side, rows in written.items():
         if rows:
             typer.echo(f"{out / side}.parquet  {rows} rows")
+
+
+def _prepare_webshop(source: Path, out: Path, products: int | None) -> None:
+    from arborl.envs.games.shop_catalogue import prepare_webshop
+
+    try:
+        with disk_errors(out):
+            written = prepare_webshop(source.expanduser(), out.expanduser(), products)
+    except ValueError as error:
+        raise ConfigError(f"{error}.") from error
+    for file, rows in written.items():
+        typer.echo(f"{out / file}  {rows} products")
+    typer.echo(f"play: arborl env play shop data={out}   train: arborl train env=shop env.args.data={out}")
 
 
 @data.command("inspect")

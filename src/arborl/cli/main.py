@@ -72,7 +72,7 @@ class CommandGroup(TyperGroup):
 
     def _invoke(self, ctx: Any) -> Any:
         """With `ARBORL_DEBUG=1`: log lines of all levels, and tracebacks of errors."""
-        if not os.environ.get("ARBORL_DEBUG"):
+        if not (os.environ.get("ARBORL_DEBUG") or os.environ.get("STATESET_DEBUG")):
             return super().invoke(ctx)
         from arborl.track.run_log import debugging, show_level
 

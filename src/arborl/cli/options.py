@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any
@@ -82,6 +83,19 @@ def file_and_settings(
 ) -> tuple[Path | None, list[str]]:
     path, settings = path_and_settings(arguments, what, str(other) if other is not None else None)
     return Path(path) if path is not None else None, settings
+
+
+@contextmanager
+def other_systems(file: Path | None) -> Iterator[None]:
+    """If a file cannot be loaded because it is one of another system, the error says how to convert it."""
+    try:
+        yield
+    except ConfigError as error:
+        from arborl.convert import conversion_advice
+
+        if file is not None and (advice := conversion_advice(file)):
+            raise ConfigError(advice) from error
+        raise
 
 
 def check_choice(option_name: str, value: str, choices: Sequence[str]) -> None:

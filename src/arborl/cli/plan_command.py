@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from arborl.cli.options import AsJson, FileAndSettings, check_choice, file_and_settings, option
+from arborl.cli.options import AsJson, FileAndSettings, check_choice, file_and_settings, option, other_systems
 from arborl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ def plan(
 
     device = device_named(gpu)
     check_options(gpus, strategy, lag)
-    config = load(*file_and_settings(arguments))
+    file, settings = file_and_settings(arguments)
+    with other_systems(file):
+        config = load(file, settings)
     work = read_work(config, earlier, (prompt_tokens, reply_tokens, observed_tokens, turns, tool_seconds))
     start = time.perf_counter()
     chosen: Any = None if strategy == "auto" else strategy

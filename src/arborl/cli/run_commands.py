@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
@@ -20,6 +20,7 @@ from arborl.errors import ConfigError, disk_errors
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from arborl.convert import Draft
     from arborl.diagnosis.finding import Finding
 
 VIEW_PORT = 7007
@@ -181,43 +182,109 @@ def export(
 
 
 def convert(
-    system: Annotated[str, typer.Argument(help="verl, agentfly, roll or stateset")],
+    system: Annotated[str, typer.Argument(help="verl, statelm, agentfly, roll, trl, stateset or cluster")],
     files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Scripts, override lists or YAML; later win.")],
     out: Annotated[Path | None, option(help="File to write.")] = None,
     as_json: Annotated[bool, option("--json", help="Print report and configuration as JSON.")] = False,
     use: Annotated[
         list[str] | None, typer.Option(metavar="THEIRS=OURS", help="Part for a name of theirs; may be repeated.")
     ] = None,
+    gpus: Annotated[int | None, typer.Option(help="GPUs of your machine; default: as their files say.")] = None,
 ) -> None:
-    """Convert a script of verl, AgentFly or ROLL. Writes a configuration and reports on every key.
+    """Convert a script of verl, StateLM, AgentFly, ROLL or TRL. Writes a configuration and reports on every key.
 
-    `stateset` rewrites the imports of Python scripts.
+    `trl` reads a Python script with a GRPOTrainer, SFTTrainer, DPOTrainer or KTOTrainer; a second file may hold its
+    command line. `stateset` rewrites the imports of Python scripts. `cluster` converts a script that starts a Ray
+    cluster to a file of `arborl cluster`.
     """
     if system == "stateset":
-        return _convert_script(files, out, as_json or bool(use))
+        return _convert_script(files, out, as_json or bool(use) or gpus is not None)
+    if system == "cluster":
+        return _convert_cluster(files, out, as_json, bool(use) or gpus is not None)
+    from arborl.cluster.planner.run_planner import check_devices
     from arborl.config.config_base import validate
     from arborl.config.run_config import RunConfig
     from arborl.convert import convert as read
     from arborl.convert.conversion_report import as_yaml, rows
-    from arborl.training_run.build import check
 
-    draft = read(system, files, _parse_pairs(use or ()))
+    if gpus is not None:
+        check_devices(gpus)
+    uses = _parse_pairs(use or ())
+    draft = read(system, files, uses, gpus)
     tree = draft.tree()
-    check(validate(RunConfig, tree))
+    config = validate(RunConfig, tree)
+    if system != "trl":  # its parts are functions of the script, which is not imported
+        from arborl.training_run.build import check
+
+        try:
+            check(config)
+        except ConfigError as error:  # something is missing on this machine, and may be there on another
+            if any(name in str(error) for name in uses.values()):
+                raise
+            draft.notes.append(f"on this machine `arborl train` does not start yet: {error}")
     text = as_yaml(tree)
     if out is not None:
-        with disk_errors(out):
-            names = ", ".join(file.name for file in files)
-            out.write_text(f"# Converted from {names} ({system}).\n{text}", encoding="utf-8")
+        names = " ".join(", ".join(file.name for file in files).split())
+        _write_converted({out: text} | {out.parent / name: text for name, text in draft.files.items()}, names, system)
     if as_json:
-        data = {"system": system, "files": [str(file) for file in files], "lines": rows(draft.lines), "config": tree}
+        data: dict[str, object] = {"system": system, "files": [str(file) for file in files]}
+        data |= {"lines": rows(draft.lines), "devices": draft.notes, "config": tree}
+        data |= {"written": draft.files} if draft.files else {}
         typer.echo(json.dumps(data, ensure_ascii=False, indent=2, default=str))
+    else:
+        _print_converted(draft, text, out)
+
+
+def _print_converted(draft: Draft, text: str, out: Path | None) -> None:
+    typer.echo(draft.report(shutil.get_terminal_size((140, 40)).columns), err=out is None)
+    if out is not None:
+        typer.echo(_what_was_written(out, list(draft.files)))
+        return
+    typer.echo(text, nl=False)
+    for name in draft.files:
+        typer.echo(f"{name}, which it names, is written with --out only.", err=True)
+
+
+def _what_was_written(out: Path, more: Sequence[str]) -> str:
+    also = "".join(f" and {out.parent / name}" for name in more)
+    is_elsewhere = more and out.parent.resolve() != Path.cwd()
+    command = f"{f'PYTHONPATH={out.parent} ' if is_elsewhere else ''}arborl train {out}"
+    return f"wrote {out}{also}. Check it: {command} model=seedling trainer.steps=1 --stub   Train: {command}"
+
+
+def _write_converted(texts: Mapping[Path, str], names: str, system: str) -> None:
+    """Write files with a first line that says what they were converted from. Only such Python files are overwritten."""
+    head = "# Converted from"
+    for path in texts:
+        if path.suffix == ".py" and path.exists() and not path.read_bytes().startswith(head.encode()):
+            raise ConfigError(
+                f"{path}: exists, and was not written by arborl convert. Move it, or write another --out."
+            )
+    for path, text in texts.items():
+        with disk_errors(path):
+            path.write_text(f"{head} {names} ({system}).\n{text}", encoding="utf-8")
+
+
+def _convert_cluster(files: Sequence[Path], out: Path | None, as_json: bool, has_options: bool) -> None:
+    from arborl.convert.cluster_files import convert_cluster
+    from arborl.convert.conversion_report import as_yaml, rows
+
+    if has_options:
+        raise ConfigError("convert cluster takes scripts, --out and --json. Leave the rest out.")
+    draft = convert_cluster(files)
+    text = as_yaml(draft.tree())
+    if out is not None:
+        with disk_errors(out):
+            out.write_text(f"# Converted from {', '.join(file.name for file in files)}.\n{text}", encoding="utf-8")
+    if as_json:
+        data = {"system": "cluster", "files": [str(file) for file in files], "lines": rows(draft.lines)}
+        typer.echo(json.dumps(data | {"config": draft.tree()}, ensure_ascii=False, indent=2, default=str))
         return
     typer.echo(draft.report(shutil.get_terminal_size((140, 40)).columns), err=out is None)
     if out is None:
         typer.echo(text, nl=False)
     else:
-        typer.echo(f"wrote {out}. Check it: arborl train {out} --print   Train: arborl train {out}")
+        typer.echo(f"wrote {out}. Start it: arborl cluster setup --config {out}")
 
 
 def _convert_script(files: Sequence[Path], out: Path | None, has_options: bool) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from arborl.cli.options import FileAndSettings, LogLevel, Trust, check_choice, file_and_settings, option
+from arborl.cli.options import FileAndSettings, LogLevel, Trust, check_choice, file_and_settings, option, other_systems
 from arborl.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -53,7 +53,8 @@ def train(
         raise ConfigError(f"--save {save} and {output_dir} both name the run folder. Leave one out.")
     save = save.expanduser() if save is not None else None
     if resume is None:
-        config = load(file, settings)
+        with other_systems(file):
+            config = load(file, settings, unset="stub" if stub else None)
         config = config.model_copy(update={"output_dir": save}) if save is not None else config
     else:
         config, resume = resume_config(file, settings, resume, trust, save)
@@ -82,7 +83,8 @@ def resume_config(
 
     # Only these two settings select the run; others may be valid only together with the run's own file.
     selecting = [text for text in settings if text.lstrip("+").partition("=")[0] in ("output_dir", "name")]
-    config = load(file, settings if file is not None else selecting)
+    with other_systems(file):
+        config = load(file, settings if file is not None else selecting)
     run = None
     if checkpoint.checkpoint_name(resume) is None:
         resume = str(checkpoint.resolve_path(Path(resume).expanduser()))

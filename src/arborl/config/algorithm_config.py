@@ -21,6 +21,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dapo": {"std": "group", "clip_high": 0.28, "aggregation": "token"},
     "bnpo": {"std": "group", "aggregation": "token"},
     "gspo": {"loss": "gspo", "std": "group"},
+    "gmpo": {"loss": "gmpo", "std": "group"},
+    "gpg": {"loss": "pg", "aggregation": "token"},
     "cispo": {"loss": "cispo", "std": "group", "aggregation": "token"},
     "sapo": {"loss": "sapo", "std": "group"},
     "topr": {"loss": "topr", "std": "group"},
@@ -35,6 +37,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "trpo": {"loss": "trpo", "std": "group"},
     "opo": {"advantage": "opo", "loss": "pg", "aggregation": "token"},
     "maxrl": {"advantage": "maxrl"},
+    "pass_k": {"advantage": "pass_k"},
     "gdpo": {"advantage": "gdpo", "whiten": True},
     "gigpo": {"advantage": "gigpo"},
     "starpo": {"advantage": "starpo"},
@@ -59,6 +62,7 @@ BY_ADVANTAGE: dict[str, dict[str, Any]] = {
 
 BY_LOSS: dict[str, dict[str, Any]] = {
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "gmpo": {"clip_low": 0.4, "clip_high": 0.4},
     "cispo": {"clip_high": 4.0},
 }
 """Defaults of settings with this loss; the ratio of a sequence moves less than that of a token."""
@@ -77,6 +81,7 @@ ADVANTAGE_READS: dict[str, frozenset[str]] = {
     "gae": _VALUE | {"gamma", "gae_lambda", "gae_level", "bootstrap"},
     "opo": _SPLIT | _GROUP,
     "maxrl": _SPLIT | _GROUP,
+    "pass_k": _SPLIT | _GROUP | {"std"},
     "gdpo": _SPLIT | _GROUP | {"reward_weights"},
     "gigpo": _GROUP | {"std", "gamma", "step_weight"},
     "starpo": _SPLIT | _GROUP | {"std", "gamma"},
@@ -99,6 +104,7 @@ OFFLINE_LOSSES = frozenset({"sft", "dpo", "ipo", "kto"})
 LOSS_READS: dict[str, frozenset[str]] = {
     "ppo": _RATIO | {"clip_low", "clip_high", "dual_clip"},
     "gspo": _RATIO | {"clip_low", "clip_high", "sequence"},
+    "gmpo": _RATIO | {"clip_low", "clip_high", "sequence"},
     "cispo": _RATIO | {"clip_high"},
     "sapo": _RATIO | {"tau_positive", "tau_negative"},
     "topr": _RATIO,
@@ -231,7 +237,7 @@ class AlgorithmArgs(Config):
     dual_clip: float | None = Field(None, gt=1)
     """`loss=ppo`: upper bound of the ratio for tokens with negative advantage (dual-clip PPO)."""
     sequence: Literal["episode", "call"] = "episode"
-    """`loss=gspo` and `importance_weights.level=sequence`: unit of sequence-level ratios."""
+    """`loss=gspo`, `loss=gmpo` and `importance_weights.level=sequence`: unit of sequence-level ratios."""
     tau_positive: float = Field(1.0, gt=0)
     """`loss=sapo`: temperature for tokens with positive advantage."""
     tau_negative: float = Field(1.05, gt=0)
@@ -319,9 +325,11 @@ class AlgorithmConfig(Config):
     geometrically growing parts."""
 
     clip_low: float = Field(0.2, ge=0, lt=1)
-    """Lower clip range: the importance ratio is clipped at `1 - clip_low`."""
+    """Lower clip range: the importance ratio is clipped at `1 - clip_low`; with `loss=gmpo` its logarithm at
+    `-clip_low`."""
     clip_high: float = Field(0.2, ge=0)
-    """Upper clip range: the importance ratio is clipped at `1 + clip_high`."""
+    """Upper clip range: the importance ratio is clipped at `1 + clip_high`; with `loss=gmpo` its logarithm at
+    `clip_high`."""
     advantage_clip: float | None = Field(None, gt=0)
     """Bound of the absolute advantage, applied last."""
     anchor: Literal["auto", "rollout", "proximal"] = "auto"
@@ -490,7 +498,7 @@ ALWAYS = frozenset({"name", "loss", "overlong", "by_source", "args"})
 ENABLED_BY = {
     "split_ratio": "split=geometric",
     "fixed_length": "aggregation=fixed",
-    "sequence": "loss=gspo or importance_weights.level=sequence",
+    "sequence": "loss=gspo, loss=gmpo or importance_weights.level=sequence",
 }
 """Settings that another setting enables."""
 

@@ -228,7 +228,7 @@ def _message(error: Any, model: type[Config]) -> str:
     """What is wrong with one setting, from pydantic's description of the error."""
     loc, value, kind = error["loc"], error["input"], error["type"].partition("_")[0]
     match error["type"]:
-        case "extra_forbidden":
+        case "extra_forbidden" | "no_such_attribute":
             return f"unknown key.{suggest_key(str(loc[-1]), model, loc[:-1])}"
         case "missing":
             return "is missing."

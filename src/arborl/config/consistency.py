@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from arborl.config.algorithm_config import OFFLINE_LOSSES, AlgorithmConfig, is_custom
 from arborl.config.data_config import OF_A_SOURCE, DataConfig
+from arborl.config.engine_config import SERVER_ENGINES
 from arborl.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def check_algorithm(run: RunConfig) -> None:
     for algorithm in run.algorithm.all:
         if algorithm.compares_episodes and run.rollout.group_size < 2:
             raise ValueError(_group_of_one(algorithm))
-        by_episode = algorithm.loss == "gspo" and algorithm.options.sequence == "episode"
+        by_episode = algorithm.loss in ("gspo", "gmpo") and algorithm.options.sequence == "episode"
         whole = by_episode or algorithm.loss in ("dpo", "ipo", "kto")
         if run.learner.max_samples_per_trajectory is not None and whole:
             other = ", or write algorithm.args.sequence=call" if by_episode else ""
@@ -198,7 +199,7 @@ def check_sources(run: RunConfig) -> None:
         )
     if not data.sources:
         _check_source(run, "", data)
-    rows = {"path": data.path, "hub": data.hub} if data.by else {}
+    rows = {"path": data.path, "hub": data.hub, "rows": data.rows} if data.by else {}
     for name, source in data.sources.items():
         _check_source(run, f"data.sources.{name}.", source.model_copy(update=rows) if rows else source)
 
@@ -241,7 +242,7 @@ def _check_source(run: RunConfig, where: str, source: DataConfig) -> None:
 
 def check_engine(run: RunConfig) -> None:
     name, sampling = run.engine.name, run.sampling
-    if name in ("vllm", "http"):
+    if name in ("vllm", *SERVER_ENGINES):
         if run.deterministic:
             raise ValueError(
                 f"deterministic=true with engine={name}: its rounding depends on batch composition. Write "

@@ -30,7 +30,7 @@ class RowsConfig(Config):
     endless: bool = False
     """The function of `rows` is an infinite generator. Its rows are streamed; none is stored or repeated."""
     evaluation_path: Path | tuple[Path, ...] | None = None
-    """Files of held-out rows; then no training rows are held out."""
+    """Files of held-out rows; then no training rows are held out. With `by`, the column separates them too."""
     evaluation_rows: PartConfig | None = None
     """The same, as a function that returns held-out rows."""
     evaluation_share: float = Field(0.1, gt=0, lt=1)
@@ -251,7 +251,10 @@ class DataConfig(RowsConfig):
             return self
         if self.has_rows and self.by is None:
             raise ValueError("rows are given twice, by sources and beside them. Write by=COLUMN, or leave one out.")
-        if self.by is not None and not (self.path or self.hub):
+        if self.by is None and (self.evaluation_path or self.evaluation_rows):
+            which = "evaluation_path" if self.evaluation_path else "evaluation_rows"
+            raise ValueError(f"{which}: every source has its own. Write sources.NAME.{which}, or by=COLUMN.")
+        if self.by is not None and not self.has_rows:
             raise ValueError(f"by={self.by} tells apart the rows of one file. Write path=FILE too.")
         for name, source in self.sources.items():
             self._check_source(name, source)

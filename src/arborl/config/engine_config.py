@@ -23,23 +23,23 @@ class EngineArgs(Config):
     (each token keeps its policy version), `finish` with the old weights first, or `restart`. Other engines always
     continue."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """`vllm` and `http`: precision; `auto` is `model.dtype`. If it is lower than the learner's, write
+    """`vllm`, `http` and `sglang`: precision; `auto` is `model.dtype`. If it is lower than the learner's, write
     `algorithm.importance_weights=tis`."""
     python: str | None = None
     """`vllm`: Python interpreter of an environment with vLLM."""
     urls: tuple[str, ...] = ()
-    """`http`: servers with the same model, `[http://host:8000, …]`."""
+    """`http` and `sglang`: servers with the same model, `[http://host:8000, …]`."""
     model: str | None = None
     """`http`: model name on the servers. Default: the model that they serve."""
     weights_dir: Path | None = None
-    """`http`: folder in which weights are written for the servers, with the same path on both. Default: the temporary
-    folder."""
+    """`http` and `sglang`: folder in which weights are written for the servers, with the same path on both. Default:
+    the temporary folder."""
     seconds: float = Field(600.0, gt=0)
-    """`http`: timeout of a request, and of waiting if no server answers."""
+    """`http` and `sglang`: timeout of a request, and of waiting if no server answers."""
     chat: bool = False
     """`http`: use only `/v1/chat/completions`: evaluation of a model without its tokenizer."""
     api_key_env: str | None = None
-    """`http`: environment variable with the API key of the servers."""
+    """`http` and `sglang`: environment variable with the API key of the servers."""
     replies: tuple[str, ...] = ()
     """`scripted`: replies, drawn at random. Default: the actions of the environment."""
 
@@ -58,10 +58,13 @@ ENGINE_ARGS = {
     "local": ("block_size", "update"),
     "vllm": ("dtype", "python"),
     "http": ("dtype", "urls", "model", "weights_dir", "seconds", "chat", "api_key_env"),
+    "sglang": ("dtype", "urls", "weights_dir", "seconds", "api_key_env"),
     "scripted": ("replies",),
     "none": (),
 }
 """Arguments by engine of the library."""
+SERVER_ENGINES = ("http", "sglang")
+"""Engines that are running servers."""
 
 
 class EngineConfig(NamedConfig):
@@ -69,10 +72,11 @@ class EngineConfig(NamedConfig):
 
     name: str = "local"
     """`local` (in this process, shares the weights of the learner), `vllm` (vLLM in a separate process), `http`
-    (running servers) or `scripted` (fixed replies). With `data.offline` it is `none`. See docs/engines.md."""
+    (running servers), `sglang` (running SGLang servers) or `scripted` (fixed replies). With `data.offline` it is
+    `none`. See docs/engines.md."""
     max_requests: int = Field(0, ge=0)
-    """Maximum concurrent requests of `local` and `vllm`, and per server of `http`; others wait. 0: 1,024 for `local` on
-    a GPU, else 256."""
+    """Maximum concurrent requests of `local` and `vllm`, and per server of `http` and `sglang`; others wait. 0: 1,024
+    for `local` on a GPU, else 256."""
     kv_tokens: int = Field(0, ge=0)
     """Size of the KV cache of `local` and `vllm` in tokens. 0: 30 % of the free GPU memory, less if the learner needs
     it; 10 % of the host memory on a CPU. If the cache is full, the newest request is preempted and resumed later with
@@ -104,8 +108,9 @@ class EngineConfig(NamedConfig):
         for key in ("kv_tokens", "sleep_mode"):
             if getattr(self, key) and self.name in ENGINE_ARGS and self.name not in ("local", "vllm"):
                 raise ValueError(f"{key} is for engine=local and engine=vllm, not for engine={self.name}.")
-        if self.name == "http" and not self.options.urls:
-            raise ValueError("engine=http needs servers. Write engine.args.urls=[http://HOST:8000].")
+        if self.name in SERVER_ENGINES and not self.options.urls:
+            port = 30000 if self.name == "sglang" else 8000
+            raise ValueError(f"engine={self.name} needs servers. Write engine.args.urls=[http://HOST:{port}].")
         return self
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ ALIASES = {"steps": "trainer.steps"}
 """Short keywords of `arborl.run` and the keys they set."""
 
 
-def load(file: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+def load(file: Path | None = None, overrides: Sequence[str] = (), unset: str | None = None) -> RunConfig:
     """Load the configuration of a run.
 
     Args:
@@ -47,25 +48,29 @@ def load(file: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
         overrides: `key=value`, also for keys that are not in the file; `~key` removes a key. A bare name for a section
             sets its `name`; a new name drops the `args` of the file, and a new algorithm the settings of the former
             preset. If a folder of YAML files beside the file has the name of the key, `key=value` selects one of
-            them, as in Hydra.
+            them, as in Hydra. `trainer.steps` replaces `trainer.epochs` of the file, and the reverse.
+        unset: value of environment variables that are not set; None: an error.
 
     Example:
         load(Path("run.yaml"), ["env=frozen_lake", "env.args.size=6", "learner.lr=3e-4"])
     """
-    return load_with_variables(file, overrides)[0]
+    return load_with_variables(file, overrides, unset)[0]
 
 
-def load_with_variables(file: Path | None = None, overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str]]:
+def load_with_variables(
+    file: Path | None = None, overrides: Sequence[str] = (), unset: str | None = None
+) -> tuple[RunConfig, list[str]]:
     """`load`, and the names of the environment variables that `${oc.env:NAME}` read."""
     from omegaconf import OmegaConf
 
     file = file.expanduser().absolute() if file is not None else None
     parsed = [_parse_override(text) for text in overrides]
     groups = [override for override in parsed if file is not None and _selects_group(file.parent, override)]
-    with _config_errors(file), bounded_yaml() as variables:
+    with _config_errors(file), bounded_yaml(unset) as variables:
         tree = _compose(_check_file(file), groups) if file is not None else OmegaConf.create({})
         _expand_names(tree)
         _expand_dotted(tree, RunConfig)
+        _drop_other_length(tree, {override.key_or_group for override in parsed})
         for override in parsed:
             if override not in groups:
                 _expand_names(tree)
@@ -310,6 +315,20 @@ def _apply(tree: DictConfig, override: Override) -> None:
     OmegaConf.update(tree, key, value, merge=True, force_add=True)
 
 
+def _drop_other_length(tree: DictConfig, overridden: set[str]) -> None:
+    """`trainer.steps` in an override replaces `trainer.epochs` of the file, and the reverse."""
+    from omegaconf import DictConfig
+
+    trainer = tree.get("trainer")
+    for given, other in (("steps", "epochs"), ("epochs", "steps")):
+        if (
+            isinstance(trainer, DictConfig)
+            and f"trainer.{given}" in overridden
+            and f"trainer.{other}" not in overridden
+        ):
+            trainer.pop(other, None)
+
+
 def _section_at(path: str) -> type[Config] | None:
     """The model of the section at a dotted path."""
     model: type[Config] | None = RunConfig
@@ -452,8 +471,9 @@ def is_text(value: str) -> bool:
 
 
 @contextmanager
-def bounded_yaml() -> Iterator[list[str]]:
-    """Check every file that OmegaConf loads (Hydra loads several), and bound the resolution of `${…}`.
+def bounded_yaml(unset: str | None = None) -> Iterator[list[str]]:
+    """Check every file that OmegaConf loads (Hydra loads several), and bound the resolution of `${…}`. `unset` is the
+    value of environment variables that are not set.
 
     Yields the names of the environment variables that `${oc.env:NAME}` reads.
     """
@@ -488,6 +508,8 @@ def bounded_yaml() -> Iterator[list[str]]:
     def call(self: Any, **kwargs: Any) -> Any:
         if kwargs["inter_type"] == "oc.env":
             variables.extend(str(name) for name in kwargs["inter_args"][:1])
+            if unset is not None and len(kwargs["inter_args"]) == 1 and variables[-1] not in os.environ:
+                return unset
         return original_call(self, **kwargs)
 
     with (

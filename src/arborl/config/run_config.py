@@ -60,7 +60,8 @@ class ModelConfig(NamedConfig):
     quantize: Literal["none", "4bit"] = "none"
     """`4bit` stores the frozen weights under the adapters in 4 bits (QLoRA; needs bitsandbytes and a GPU)."""
     chat_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the chat template: `{enable_thinking: false}`. Arguments that it does not read are refused."""
+    """Arguments of the chat template: `{enable_thinking: false}`. One that it does not read has no effect, with a
+    warning; a misspelt one is refused."""
     chat_template: str | None = None
     """Chat template instead of the model's: `chatml`, `plain`, a file, or Jinja. A model without a template gets
     `chatml` if its tokenizer has the tokens for it, else `plain`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
@@ -108,6 +108,10 @@ class ToolConfig(SparseConfig):
     """Arguments of the tool; `search: {corpus: FILE}` means `name: search, args: {corpus: FILE}`."""
     server: str | None = None
     """Instead of `name`: address of a tool server (`arborl tools serve`)."""
+    protocol: Literal["arborl", "execute"] = "arborl"
+    """Of `server`: `execute` for a server that only runs code, by `POST /execute`. It gives the tool `python`."""
+    code_prefix: str = ""
+    """Of `protocol: execute`: text before every code, such as `"from tools import *\\n"`."""
     mcp: McpConfig | None = None
     """Instead of `name`: an MCP server."""
     tools: tuple[str, ...] | None = None
@@ -175,7 +179,20 @@ class ToolConfig(SparseConfig):
             raise ValueError(f"api_key_env is for an address. Write mcp.pass_env: [{self.api_key_env}].")
         if self.server is not None:
             check_url(self.server, "server")
+        self._check_protocol()
         return self
+
+    def _check_protocol(self) -> None:
+        if self.protocol != "execute":
+            if self.code_prefix:
+                raise ValueError("code_prefix is for protocol: execute. Write protocol: execute, or leave it out.")
+            return
+        if self.server is None:
+            raise ValueError("protocol is for server. Write server: http://HOST:PORT, or leave it out.")
+        if self.tools is not None:
+            raise ValueError("protocol: execute has one tool, python. Leave tools out.")
+        if self.limit is not None and self.limit.server == "auto":
+            raise ValueError("limit.server: auto is a tool server, and protocol: execute is not one. Leave it out.")
 
     @property
     def origin(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -155,6 +156,9 @@ class TrainerConfig(Config):
     """Steps between checkpoints; the last step is always saved."""
     keep: int = Field(2, ge=1)
     """Number of checkpoints that are kept."""
+    checkpoint_dir: Path | None = None
+    """Folder for checkpoints, in a subfolder with the name of the run folder, which then has a link to it. Default:
+    `checkpoints/` in the run folder."""
     stop_seconds: float = Field(25.0, gt=0)
     """After SIGTERM or SIGHUP: seconds until the last checkpoint must begin; else the run ends without it. Schedulers
     usually kill after 30 seconds. A second signal ends the run at once."""

@@ -47,7 +47,7 @@ ACTION_KEYS = {
     "connect to": ("url", "urls", "uri", "base_url", "server", "address", "host", "public", "allow"),
     "use the environment variable": ("key", "api_key_env", "pass_env"),
     "log to": ("project", "entity"),
-    "write to": ("record", "weights_dir", "dir", "index"),
+    "write to": ("record", "weights_dir", "checkpoint_dir", "dir", "index"),
 }
 """Action -> last words of the keys whose values cause it."""
 SWITCHES = {"sandbox.allow_unsafe": "run code of the model without a sandbox if this machine has none"}

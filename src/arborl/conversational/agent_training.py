@@ -204,7 +204,8 @@ class MultiTurnGRPOTrainer:
 
 
 class DistributedTrainer(MultiTurnGRPOTrainer):
-    """Training on several GPUs of one machine: a learner with as many ranks (`learner.ranks`).
+    """Training on several GPUs of one machine: a learner with as many ranks (`learner.ranks`). On a machine without
+    GPUs the ranks are processes on the CPU.
 
     Args:
         agent, environment, config: as of `MultiTurnGRPOTrainer`.
@@ -213,7 +214,7 @@ class DistributedTrainer(MultiTurnGRPOTrainer):
         strategy: `ddp`: a copy of the model on each GPU, gradients are summed.
 
     Raises:
-        ConfigError: from `train`, if this machine has fewer GPUs.
+        ConfigError: from `train`, if this machine has GPUs, but fewer.
     """
 
     def __init__(
@@ -233,19 +234,25 @@ class DistributedTrainer(MultiTurnGRPOTrainer):
 
     async def train(self, callbacks: Sequence[Callback] = ()) -> Any:
         """Train; returns the trained agent."""
-        count = gpu_count()
-        if self.num_gpus > max(count, 1):
-            has = f"{count or 'no'} GPU{'s' * (count > 1)}"
+        check_arguments(self.agent, self.environment)
+        count = gpu_count(self.agent.config.device_map)
+        if self.num_gpus > count > 0:
             raise ConfigError(
-                f"DistributedTrainer, num_gpus={self.num_gpus}: this machine has {has}. Write num_gpus={max(count, 1)}."
+                f"DistributedTrainer, num_gpus={self.num_gpus}: this machine has {count} GPU{'s' * (count > 1)}. Write "
+                f"num_gpus={count}."
             )
+        if self.num_gpus > 1 and not count:
+            log.warning("DistributedTrainer, num_gpus=%d: no GPU; ranks are processes on the CPU", self.num_gpus)
         return await super().train(callbacks)
 
 
-def gpu_count() -> int:
+def gpu_count(device: str) -> int:
+    """GPUs of this machine; 0 if the model is on the CPU."""
     import torch
 
-    return torch.cuda.device_count()
+    from arborl.models.model_loading import device_of
+
+    return torch.cuda.device_count() if device_of(device).type == "cuda" else 0
 
 
 def _with_ranks(config: TrainingConfig, count: int, strategy: str) -> TrainingConfig:

@@ -289,12 +289,16 @@ class TrainingConfig(MutableConfig):
     @classmethod
     def from_profile(cls, profile: str, **fields: Any) -> Any:
         """The settings of a profile, with these fields in place of its own."""
-        return cls(**profile_settings(profile, fields.get("algorithm")) | fields)
+        own = None if cls is TrainingConfig else cls.model_fields["algorithm"].default
+        settings = profile_settings(profile, fields.get("algorithm", own))
+        if own is not None:
+            settings.pop("algorithm", None)
+        given = {name for name, others in OTHER_NAMES.items() if any(fields.get(one) is not None for one in others)}
+        return cls(**{name: value for name, value in settings.items() if name not in given} | fields)
 
     def with_profile(self, profile: str) -> Any:
         """These settings, with those of the profile for fields that are not set."""
-        fields = self.set_fields
-        return type(self)(**profile_settings(profile, fields.get("algorithm")) | fields)
+        return type(self).from_profile(profile, **self.set_fields)
 
     def run_settings(self, agent: AgentConfig) -> dict[str, Any]:
         """The keys of the run's configuration."""
@@ -435,7 +439,8 @@ class ValueFunction(MutableConfig):
         name = "seedling" if agent.use_stub_model else agent.model_name
         model = read_model_config(resolve(name, "AgentConfig, model_name"))
         size = model.get("hidden_size") or model.get("n_embd")
-        if self.hidden_size is not None and size is not None and self.hidden_size != size:
+        is_known = size is not None and not agent.use_stub_model
+        if self.hidden_size is not None and is_known and self.hidden_size != size:
             raise ConfigError(
                 f"ValueFunction, hidden_size={self.hidden_size}: {name} has {size}. Write hidden_size={size}, or leave "
                 "it out."
@@ -470,6 +475,12 @@ PROFILES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Sets of settings. `balanced` equals `TrainingConfig()`."""
+OTHER_NAMES = {
+    "learning_rate_scale": ("learning_rate",),
+    "clip_range": ("clip_range_left", "clip_range_right"),
+    "kl_penalty": ("beta",),
+}
+"""Fields that take the place of a field of a profile."""
 
 TASKS: dict[str, dict[str, Any]] = {
     "customer_service": {"num_episodes": 800, "num_generations": 12, "max_completion_length": 256, "kl_penalty": 0.02},

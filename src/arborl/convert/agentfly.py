@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 from arborl.convert.common_rules import CORPUS, DOCUMENTS, ENGINE, LEFT_OUT, SEARCH_TAGS, Rule, idle, to
 from arborl.convert.draft import Draft, names
+from arborl.convert.verl.verl_rules import M
 
 AGENTS = {"hf": "tool", "think": "tool", "react": "react", "code": "code", "searchr1": "code", "action": "chat"}
 TOOLS = {
@@ -22,25 +24,34 @@ ELSEWHERE = {
     "summarize": "context is edited by agent=statelm (docs/context.md), not by a tool of its own",
 }  # fmt: skip
 JUDGE = {"model": "${oc.env:OPENAI_MODEL}", "base_url": "${oc.env:OPENAI_BASE_URL}"}
-NOTHING = {"wrong": 0.0, "invalid": 0.0, "exceeded": 0.0, "too_few_turns": 0.0}
+NOTHING: dict[str, Any] = {"wrong": 0.0, "invalid": 0.0, "exceeded": 0.0, "too_few_turns": 0.0, "max_sentences": None}
 GOLDEN = {"field": "golden_answers"} | NOTHING
 EXACT = {"name": "short_answer", "args": {"match": "exact"} | GOLDEN}
 F1 = {"name": "short_answer", "args": {"match": "f1"} | NOTHING}
+F1_TOOL = {"name": "short_answer", "args": {"match": "f1", "min_tool_calls": 2} | NOTHING}
+TAGGED = {
+    "earlier_pattern": r"\A(?:\Z|(?=.*<think>)(?=.*</think>))",
+    "last_pattern": r"\A(?=.*<answer>)(?=.*</answer>)",
+}
+FORM = {"match": "exact", "min_tool_calls": 1} | TAGGED | GOLDEN | {"wrong": 0.1, "invalid": 0.1}
 JUDGED = ({"name": "judge", "args": JUDGE | NOTHING}, "with our own question; OPENAI_BASE_URL says where")
-TOOL = "a wrong answer is worth 0; there 0.1 with a tool call, and a right one without a call 0"
+TOOL = {"wrong": 0.1, "min_tool_calls": 1}
+THINK = {"earlier_pattern": "</think>", "last_pattern": "</think>"}
+THOUGHT = {"earlier_pattern": r"(?i)\A\s*thought", "last_pattern": r"(?i)\A\s*thought"}
+DIGITS = "numbers are compared whole, not by their last digits"
 REWARDS: dict[str, tuple[Any, str]] = {
-    "math_reward_string_equal": ("equal", TOOL),
-    "math_string_equal_reward_tool": ("equal", TOOL + "; numbers are compared whole, not by their last digits"),
+    "math_reward_string_equal": ({"name": "equal", "args": TOOL}, DIGITS),
+    "math_string_equal_reward_tool": ({"name": "equal", "args": TOOL}, DIGITS),
     "math_equal_reward": ("equal", ""),
-    "math_equal_reward_tool": ("equal", TOOL),
-    "math_equal_reward_think": ("equal", TOOL + "; thoughts are not required: add the reward format"),
-    "math_reward_thought_with_tool": ("equal", TOOL + "; thoughts are not required: add the reward format"),
+    "math_equal_reward_tool": ({"name": "equal", "args": TOOL}, ""),
+    "math_equal_reward_think": ({"name": "equal", "args": TOOL | THINK}, ""),
+    "math_reward_thought_with_tool": ({"name": "equal", "args": TOOL | THOUGHT}, ""),
     "math_reward": ("equal", ""),
     "qa_em_reward": (EXACT, ""),
-    "qa_em_format_reward": (EXACT, "a wrong answer in the right form is worth 0; there 0.1: add the reward format"),
+    "qa_em_format_reward": ({"name": "short_answer", "args": FORM}, "as it is documented; the code there fails"),
     "qa_em_reward_tool_call": (EXACT, ""),
     "qa_f1_reward": (F1, ""),
-    "qa_f1_reward_tool": (F1, "an answer after fewer than two tool calls counts; there it is worth 0"),
+    "qa_f1_reward_tool": (F1_TOOL, ""),
     "code_reward_test": ("code_tests", "1 where all tests of the row pass; there whenever the code could be run"),
     "llm_as_judge_reward": JUDGED,
     "llm_as_judge_math_reward": JUDGED,
@@ -67,7 +78,7 @@ def tools(draft: Draft, key: str, value: Any) -> None:
     for name in names(value):
         ours = draft.uses.get(name) or TOOLS.get(name)
         if ours == LEFT_OUT:
-            draft.drop(key, name, "left out, as --use says")
+            draft.lose(key, name, "left out, as --use says")
         elif ours is None and name in ENVIRONMENTS:
             why = "its moves are messages, and its products are made; env.args.data names WebShop's own"
             draft.set(key, name, "env.name", ENVIRONMENTS[name], why)
@@ -96,20 +107,39 @@ def reward(draft: Draft, key: str, value: Any) -> None:
         draft.refuse(key, value, f"no such reward here. Known: {', '.join(REWARDS)}. {own}")
 
 
+FAMILY = re.compile(r"qwen\d(?:\.\d)?|llama-?\d(?:\.\d)?|glm-\d|phi-\d|deepseek|nemotron")
+"""Beginnings of AgentFly's templates that are a model's own."""
+
+
+def template(draft: Draft, key: str, value: Any) -> None:
+    """A chat template by name: the model's own, or another one, which is not kept."""
+    name, model = str(value).lower(), str(_said(draft, "model_name_or_path") or draft.known(f"{M}path")).lower()
+    family = FAMILY.match(name)
+    plain = re.compile(r"[-_.\s]")
+    if family is None or plain.sub("", family[0]) not in plain.sub("", model.rpartition("/")[2]):
+        why = "not the model's own chat template, which is used here: model.chat_template names another"
+        draft.lose(key, value, why)
+    elif name != family[0]:
+        why = f"a variant of {family[0]}; the model's own chat template is used: model.chat_template names another"
+        draft.lose(key, value, why)
+    else:
+        draft.skip(key, value, "the model's own chat template")
+
+
 def turns(draft: Draft, key: str, value: Any) -> None:
     """Calls of the model in one conversation."""
     if isinstance(value, int) and value > 0:
         why = "rounds of tools, and then the answer; in AgentFly the last call's tools run and no message follows"
         draft.set(key, value, "agent.args.max_tool_rounds", value - 1, why)
     else:
-        draft.drop(key, value, "an agent without a limit of its own has the context for one")
+        draft.lose(key, value, "an agent without a limit of its own has the context for one")
 
 
 def minibatch(draft: Draft, key: str, value: Any) -> None:
     """Chains of an optimiser step: AgentFly makes the chains itself, so that verl counts each as a row."""
     tasks, chains = draft.source.get("data.train_batch_size"), _said(draft, "num_chains", 1)
     if not all(isinstance(one, int) and one > 0 for one in (tasks, chains, value)):
-        draft.drop(key, value, "chains of an optimiser step, of a batch whose size is not given")
+        draft.lose(key, value, "chains of an optimiser step, of a batch whose size is not given")
         return
     rows = tasks * chains  # type: ignore[operator]
     count = min(max(rows // value, 1), int(tasks or 1))
@@ -162,7 +192,7 @@ PLAIN: dict[str, Rule] = {
     "num_chains": to("rollout.group_size"),
     "max_turns": turns,
     "model_name_or_path": to("model.name"),
-    "template": idle("a model brings its own chat template; model.chat_template names another"),
+    "template": template,
     "tool_parser_name": to("agent.tool_format", {"hermes": "hermes", "llama3_json": "llama3", "pythonic": "pythonic"}),
     "backend": idle(ENGINE),
     "use_agent": idle("there is always an agent; agent=chat calls no tools"),

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from arborl.config.algorithm_config import AlgorithmConfig
+from arborl.config.run_config import RunConfig
 from arborl.convert.draft import Draft, one_or_all
 
 Rule = Callable[[Draft, str, Any], None]
 """Conversion of one key: (draft, key, value)."""
 Condition = Callable[[Draft], Any]
+VISION_MODEL = re.compile(r"(?:[-_.]|^)(?:VL|Omni|LLaVA)\b|InternVL|MiniCPM-[VoO]|-\d(?:\.\d)?V\b", re.IGNORECASE)
+"""Names of models that are trained on images."""
+NO_PICTURES = "models that see are not trained here. Give rows of text, and a model of text."
 UNSEEN = re.compile(r"\$\([^()]*\)|`[^`]*`|\$\{?\w+\}?")
 """Parts of a value that are only known when a script runs."""
 
@@ -41,7 +46,7 @@ def to(path: str, change: Callable[[Any], Any] | Mapping[Any, Any] | None = None
         elif value in change:
             draft.set(key, value, path, change[value], why)
         else:
-            draft.drop(key, value, f"no counterpart of {value!r} for {path}. Known: {', '.join(map(str, change))}")
+            draft.lose(key, value, f"no counterpart of {value!r} for {path}. Known: {', '.join(map(str, change))}")
 
     return rule
 
@@ -51,7 +56,7 @@ def num(path: str, change: Callable[[Any], Any] | None = None, why: str = "") ->
 
     def rule(draft: Draft, key: str, value: Any) -> None:
         if value is None:
-            draft.skip(key, value, "null, which leaves it at verl's default")
+            draft.skip(key, value, "null: their default")
         elif isinstance(value, bool) or not isinstance(value, int | float):
             draft.refuse(key, value, "not a number that can be read without running the script. Write it there.")
         else:
@@ -60,10 +65,13 @@ def num(path: str, change: Callable[[Any], Any] | None = None, why: str = "") ->
     return rule
 
 
-def text(path: str, why: str = "") -> Rule:
-    """A path or a name; several files are a list."""
+def text(path: str, why: str = "", variable: str = "") -> Rule:
+    """A path or a name; several files are a list. With `variable`, an empty one is that variable of the environment."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:
+        if value in (None, [], "") and variable:
+            draft.set(key, value, path, f"${{oc.env:{variable}}}", f"empty there: set {variable}, or write it")
+            return
         if value in (None, [], ""):
             draft.skip(key, value, "null: not given")
             return
@@ -113,7 +121,7 @@ def positive(path: str, why: str = "off: the default, or at the end only") -> Ru
 
 def no(why: str) -> Rule:
     """No counterpart."""
-    return lambda draft, key, value: draft.drop(key, value, why)
+    return lambda draft, key, value: draft.lose(key, value, why)
 
 
 def idle(why: str) -> Rule:
@@ -128,7 +136,7 @@ def unless(usual: Any, why: str) -> Rule:
         if value is None or (value in usual if isinstance(usual, tuple) else value == usual):
             draft.skip(key, value, "as it is here anyway")
         else:
-            draft.drop(key, value, why)
+            draft.lose(key, value, why)
 
     return rule
 
@@ -164,3 +172,33 @@ def known(key: str, *values: Any) -> Condition:
 
 def together(draft: Draft, key: str, value: Any) -> None:
     """For keys that are read with others."""
+
+
+def write_defaults(draft: Draft, table: Mapping[str, Rule]) -> None:
+    """Let each of their defaults go through the rule of its key, and write those that differ from Arbor's."""
+    assumed = Draft(source=draft.source, settings=dict(draft.settings), defaults=draft.defaults)
+    for key, value in draft.defaults.items():
+        if key not in draft.source:
+            table[key](assumed, key, value)
+    draft.problems += assumed.problems
+    usual = _usual_here(draft.settings | assumed.settings)
+    for line in assumed.lines:
+        if line.path and (line.path not in usual or usual[line.path] != line.ours):
+            draft.default(line.key, line.value, line.path, line.ours, line.why)
+
+
+def _usual_here(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Arbor's defaults with the advantage and the loss of these settings, by dotted key."""
+    preset = AlgorithmConfig(name=settings.get("algorithm.name", "grpo"))
+    chosen = AlgorithmConfig(name=preset.name, loss=settings.get("algorithm.loss", preset.loss))
+    own = dict(_dotted(chosen.model_dump(mode="json"), "algorithm."))
+    usual = dict(_dotted(RunConfig().model_dump(mode="json"))) | own
+    return usual | {"algorithm.name": "grpo", "algorithm.loss": preset.loss}
+
+
+def _dotted(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import yaml  # type: ignore[import-untyped]
 
-Kind = Literal["mapped", "changed", "dropped", "idle"]
+Kind = Literal["mapped", "changed", "lost", "idle"]
 """Same meaning; different meaning; no counterpart; no counterpart needed."""
 
 
@@ -39,13 +39,13 @@ class KeyReport:
 
 
 TITLES = {
+    "lost": "Lost: no counterpart; the run works without it",
     "changed": "Changed in meaning",
     "mapped": "Mapped",
-    "dropped": "Not mapped",
-    "idle": "No counterpart needed: off, a definition, or about speed or placement",
+    "idle": "Needs no counterpart, with the reason",
 }
 """In the order of importance."""
-WORDS = {"mapped": "mapped", "changed": "changed in meaning", "dropped": "not mapped", "idle": "without effect"}
+WORDS = {"mapped": "mapped", "changed": "changed in meaning", "lost": "lost", "idle": "without a counterpart"}
 UNESCAPED = re.compile(r"(?<!\\)(\\*)\$\{(?!oc\.env:\w+\})")
 """References that a converted file must escape: all but environment variables."""
 

@@ -30,6 +30,10 @@ class Draft:
     """Counterparts of their names, from `--use`."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Their defaults, by dotted key."""
+    notes: list[str] = field(default_factory=list)
+    """Lines about devices, below the report."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Texts of files that belong beside the configuration, by name."""
 
     @property
     def mapped(self) -> list[KeyReport]:
@@ -37,9 +41,9 @@ class Draft:
         return [line for line in self.lines if line.kind in ("mapped", "changed")]
 
     @property
-    def dropped(self) -> list[KeyReport]:
+    def unmapped(self) -> list[KeyReport]:
         """Outcomes of keys without a counterpart."""
-        return [line for line in self.lines if line.kind in ("dropped", "idle")]
+        return [line for line in self.lines if line.kind in ("lost", "idle")]
 
     def set(self, key: str, value: Any, path: str, ours: Any, why: str = "") -> None:
         """Their `key` is our `path`; `why` states a difference in meaning."""
@@ -65,9 +69,9 @@ class Draft:
         self.say(key, otherwise, path, change(value) if change else value)
         return value
 
-    def drop(self, key: str, value: Any, why: str) -> None:
-        """Their `key` has no counterpart."""
-        self.lines.append(KeyReport("dropped", key, shown(key, value), why=why))
+    def lose(self, key: str, value: Any, why: str) -> None:
+        """Their `key` has no counterpart: the run works without it, and the report says what is lost."""
+        self.lines.append(KeyReport("lost", key, shown(key, value), why=why))
 
     def skip(self, key: str, value: Any, why: str) -> None:
         """Their `key` needs no counterpart: it is off, a definition, or about speed or placement."""
@@ -81,7 +85,7 @@ class Draft:
 
     def refuse(self, key: str, value: Any, why: str) -> None:
         """The conversion fails; `why` states what to do."""
-        self.drop(key, value, why)
+        self.lose(key, value, why)
         self.problems.append(f"{key}={short(shown(key, value))}: {why}")
 
     def undo(self, path: str, why: str) -> None:
@@ -137,8 +141,9 @@ class Draft:
         return out
 
     def report(self, width: int = 140) -> str:
-        """The outcomes as a table."""
-        return table(self.lines, width)
+        """The outcomes as a table, and the devices."""
+        devices = "".join(f"\n  {note}" for note in self.notes)
+        return table(self.lines, width) + (f"\nDevices and machine{devices}" if devices else "")
 
 
 def shown(key: str, value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -129,11 +129,7 @@ class _Opener:
         reader, filters = self._reading(name, config)
         if config.rows is not None and config.endless:
             return StreamPool(self._function(config.rows), reader, self.seed, config.evaluation_share, filters)
-        table, apart = self.table(config), None
-        if config.evaluation_rows is not None:
-            apart = self._function_table(config.evaluation_rows, EVALUATION_SEED)
-        elif (files := config.evaluation_path) is not None:
-            apart = open_tables(files if isinstance(files, tuple) else (files,))
+        table, apart = self.table(config), self.held_out_table(config)
         share = config.evaluation_share if has_held_out and apart is None else 0.0
         split = split_table(table, reader, share, config.split, filters)
         held_out = None if apart is None else (apart, split_table(apart, reader, 0.0, config.split, filters))
@@ -159,6 +155,13 @@ class _Opener:
         assert config.hub is not None
         return open_hub(config.hub)
 
+    def held_out_table(self, config: RowsConfig) -> Table | None:
+        """Held-out rows that are not rows of `path`; None if there are none."""
+        if config.evaluation_rows is not None:
+            return self._function_table(config.evaluation_rows, EVALUATION_SEED)
+        files = config.evaluation_path
+        return None if files is None else open_tables(files if isinstance(files, tuple) else (files,))
+
     def _function(self, rows: RowsPart) -> Callable[..., Iterable[Row]]:
         return partial(self.objects.get(rows.name) or load(rows.name, "function"), **rows.args)
 
@@ -172,23 +175,28 @@ class _Opener:
 
     def split_by(self, config: DataConfig) -> list[TaskPool]:
         """Sources that are rows of one table, separated by a column."""
-        table, by = self.table(config), str(config.by)
-        labels = table.labels(by)
-        there = labels.count()
-        if not any(name is not None for name in there):
-            columns = ", ".join(map(str, table.rows([0])[0]))
-            raise ConfigError(f"{table.where}: no column {by!r}, which data.by names. It has: {columns}.")
-        _check_names(config, table, there)
+        table, apart = self.table(config), self.held_out_table(config)
+        rows = LabelledRows.of(table, config)
+        held_out = None if apart is None else LabelledRows.of(apart, config)
+        only_held_out = {name for name, source in config.sources.items() if source.ratio == 0} if held_out else set()
+        rows.check_missing(config, {name for name in only_held_out if held_out and held_out.there[name]})
+        for labelled in filter(None, (rows, held_out)):
+            labelled.check_unnamed(config)
         pools: list[TaskPool] = []
         for name, source in config.sources.items():
-            if not there[name]:
+            reader, filters = self._reading(name, source)
+            held = held_out.part(name) if held_out else None
+            part = rows.part(name) or (held if name in only_held_out else None)
+            if part is None:
                 missing = "data.sources.%s is left out; the other sources replace it: no row of %s"
                 log.warning(missing, name, table.where)
                 continue
-            reader, filters = self._reading(name, source)
-            part = TableSubset(table, labels.rows_of(name))
-            split = split_table(part, reader, source.evaluation_share, source.split, filters)
-            pools.append(RowPool(part, reader, split, self.seed, filters, shuffle=source.shuffle))
+            if held_out and held is None:
+                log.warning("data.sources.%s has no held-out rows in %s", name, held_out.table.where)
+            share = source.evaluation_share if apart is None else 0.0
+            split = split_table(part, reader, share, source.split, filters)
+            separate = None if held is None else (held, split_table(held, reader, 0.0, source.split, filters))
+            pools.append(RowPool(part, reader, split, self.seed, filters, separate, source.shuffle))
         return pools
 
 
@@ -222,22 +230,6 @@ def open_hub(name: str) -> Table:
     return HubTable(loaded, name)
 
 
-def _check_names(config: DataConfig, table: Table, there: Counter[str | None]) -> None:
-    known = [str(name) for name in there if name is not None]
-    for name in config.sources:
-        if not there[name] and config.missing == "refuse":
-            raise ConfigError(
-                f"data.sources.{name}: no row of {table.where} has {config.by}={name!r}.{did_you_mean(name, known)} "
-                f"There are: {', '.join(f'{other} ({there[other]})' for other in known)}."
-            )
-    for other, count in there.items():
-        if other not in config.sources:
-            raise ConfigError(
-                f"{table.where}: {count} rows have {config.by}={other!r}, which data.sources does not name. Write "
-                f"data.sources.{other}.ratio=0 to leave them out."
-            )
-
-
 class TableSubset:
     """Selected rows of a table, renumbered."""
 
@@ -254,6 +246,49 @@ class TableSubset:
 
     def labels(self, column: str) -> ColumnValues:
         return ColumnValues.of([row.get(column) for row in self.rows(range(len(self.numbers)))])
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledRows:
+    """Rows of one table, separated by the column `data.by`."""
+
+    table: Table
+    labels: ColumnValues
+    there: Counter[str | None]
+    """Rows by source."""
+
+    @classmethod
+    def of(cls, table: Table, config: DataConfig) -> LabelledRows:
+        labels = table.labels(str(config.by))
+        there = labels.count()
+        if not any(name is not None for name in there):
+            columns = ", ".join(map(str, table.rows([0])[0]))
+            raise ConfigError(f"{table.where}: no column {config.by!r}, which data.by names. It has: {columns}.")
+        return cls(table, labels, there)
+
+    def part(self, name: str) -> TableSubset | None:
+        """The rows of a source; None if there are none."""
+        return TableSubset(self.table, self.labels.rows_of(name)) if self.there[name] else None
+
+    def check_missing(self, config: DataConfig, allowed: Collection[str]) -> None:
+        """Raise ConfigError for a source without rows, unless `data.missing=renormalise`."""
+        known = [str(name) for name in self.there if name is not None]
+        for name in config.sources:
+            if not self.there[name] and config.missing == "refuse" and name not in allowed:
+                raise ConfigError(
+                    f"data.sources.{name}: no row of {self.table.where} has {config.by}={name!r}."
+                    f"{did_you_mean(name, known)} "
+                    f"There are: {', '.join(f'{other} ({self.there[other]})' for other in known)}."
+                )
+
+    def check_unnamed(self, config: DataConfig) -> None:
+        """Raise ConfigError for rows of a source that `data.sources` does not name."""
+        for other, count in self.there.items():
+            if other not in config.sources:
+                raise ConfigError(
+                    f"{self.table.where}: {count} rows have {config.by}={other!r}, which data.sources does not name. "
+                    f"Write data.sources.{other}.ratio=0 to leave them out."
+                )
 
 
 class FileTasks(Mixture):

@@ -234,7 +234,8 @@ def _certainly_fell(history: MetricHistory, name: str) -> bool:
 
 def reward_unchanged(history: MetricHistory) -> TrendMatch | None:
     """The last third of a run of at least 30 steps has no higher reward than the first third."""
-    reward, held_out = history["reward/mean"], history["evaluation/success"]
+    reward = history["reward/mean"]
+    held_out = history["evaluation/success"] if len(history["evaluation/success"]) else history["evaluation/reward"]
     third = len(reward) // 3
     if len(reward) < 30 or history.is_solved or fmean(reward.values[-third:]) > fmean(reward.values[:third]):
         return None

@@ -17,6 +17,7 @@ ENGINES = Registry(
         "vllm": "arborl.engines.remote.vllm_engine:VllmEngine",
         "http": "arborl.engines.remote.http_engine:HttpEngine",
         "none": "arborl.engines.scripted:NoEngine",
+        "sglang": "arborl.engines.remote.http_engine:HttpEngine",
         "scripted": "arborl.engines.scripted:ScriptedEngine",
     },
 )

@@ -5,7 +5,7 @@ threaded_calls.py  Sync reward functions in threads, with adaptive concurrency
 answers.py         Rewards of the final answer: number, text, choice, format; and `env`
 code_tests.py      Code tested in the sandbox
 asserts.py         Tests written as asserts
-score_function.py  Rewards for rows in verl's format
+score_function.py  Reward functions written for verl and TRL; verl's rules by data source
 efficiency.py      Fewer tool calls for the same answer
 judge.py           Answers judged by a language model behind an endpoint
 reward_model.py    Reward models: sequence classifiers on disk
@@ -37,9 +37,11 @@ REWARDS = Registry(
         "exact": "arborl.rewards.answers:exact",
         "format": "arborl.rewards.answers:Format",
         "helpfulness": "arborl.rewards.text.library_rewards:HelpfulnessReward",
+        "ifeval": "arborl.rewards.text.ifeval:InstructionFollowingReward",
         "judge": "arborl.rewards.judge:Judge",
         "multi_objective": "arborl.rewards.text.composite:MultiObjectiveReward",
         "posted": "arborl.rewards.answers:posted",
+        "repetition": "arborl.rewards.answers:Repetition",
         "reward_model": "arborl.rewards.reward_model:RewardModel",
         "safety": "arborl.rewards.text.library_rewards:SafetyReward",
         "sales_assistant": "arborl.rewards.text.library_rewards:SalesAssistantReward",
@@ -48,6 +50,7 @@ REWARDS = Registry(
         "similarity_aware": "arborl.rewards.text.library_rewards:SimilarityAwareReward",
         "task_completion": "arborl.rewards.text.library_rewards:TaskCompletionReward",
         "technical_support": "arborl.rewards.text.library_rewards:TechnicalSupportReward",
+        "trl_function": "arborl.rewards.score_function:TrlFunction",
     },
 )
 

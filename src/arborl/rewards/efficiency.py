@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from arborl.rewards import find_reward
-from arborl.rewards.reward import Reward, as_finite_numbers, as_reward
+from arborl.rewards.reward import Reward, as_finite_numbers, as_reward, is_graded
 from arborl.rewards.threaded_calls import call
 from arborl.types import Episode
 
@@ -51,6 +51,7 @@ class Efficient:
             raise ValueError(f"smooth={smooth}: give more than 0")
         self.base = find_reward(base, base_args or {}, "base_args") if isinstance(base, str) else as_reward(base)
         self.alpha, self.smooth, self.group = alpha, smooth, group
+        self.graded = is_graded(self.base)
 
     async def __call__(self, episode: Episode) -> float:
         """The base reward; `across` scales it."""
@@ -61,7 +62,7 @@ class Efficient:
         calls = [round(episode.metrics.get("tool/calls", 0.0)) for episode in episodes]
         right = [count for count, value in zip(calls, values, strict=True) if value >= 1]
         fewest = min(right) if right and self.group else 0
-        for episode, value in zip(episodes, values, strict=True):
+        for episode, value in zip(episodes, values, strict=True) if not self.graded else ():
             episode.metrics.setdefault("success", float(value >= 1))
         return [
             self.alpha * efficiency(count, fewest, self.smooth) * value

@@ -12,7 +12,7 @@ import httpx
 
 from arborl.errors import paused_deadlines
 from arborl.retry import BUSY_STATUS, backoff_waits, retry
-from arborl.rewards.answers import PenalizedReward, count_sentences, exact_match, field_of, final_part
+from arborl.rewards.answers import PenalizedReward, exact_match, final_part, gold_answers, is_too_long
 from arborl.types import Episode
 
 PROMPT = """\
@@ -107,8 +107,8 @@ class Judge(ChatEndpoint, PenalizedReward):
 
     fallback: Literal["fail", "exact"] = "fail"
     """`fail`, or `exact`."""
-    max_sentences: int = 3
-    """Longer answers are invalid and not judged."""
+    max_sentences: int | None = 3
+    """Longer answers are invalid and not judged; None for no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,12 +117,12 @@ class Judge(ChatEndpoint, PenalizedReward):
 
     async def judge(self, episode: Episode) -> float:
         answer = final_part(episode.answer)
-        if not answer.strip() or count_sentences(answer) > self.max_sentences:
+        if is_too_long(answer, self.max_sentences):
             return self.invalid
-        gold = str(field_of(episode, self.field, "reward 'judge'"))
+        golds = gold_answers(episode, self.field, "reward 'judge'")
         question = next((m.content for m in reversed(episode.opening or episode.task.messages) if m.role == "user"), "")
         try:
-            text = await self.complete(PROMPT.format(question=question, gold=gold, answer=answer))
+            text = await self.complete(PROMPT.format(question=question, gold=" or ".join(golds), answer=answer))
             verdicts = BOXED.findall(text)
             if not verdicts:
                 raise ValueError(f"the judge gave no verdict: {text[-200:]!r}")
@@ -130,5 +130,5 @@ class Judge(ChatEndpoint, PenalizedReward):
         except (httpx.HTTPError, ValueError):
             if self.fallback == "fail":
                 raise
-            is_right = exact_match(answer, gold) == 1.0
+            is_right = any(exact_match(answer, gold) for gold in golds)
         return self.right if is_right else self.wrong

@@ -72,11 +72,17 @@ class FunctionReward(Reward):
     """
 
     def __init__(
-        self, function: Callable[..., Any], name: str | None = None, weight: float = 1.0, blocking: bool = True
+        self,
+        function: Callable[..., Any],
+        name: str | None = None,
+        weight: float = 1.0,
+        blocking: bool = True,
+        graded: bool = False,
     ):
         self.function = function
         self.name = name or str(getattr(function, "__name__", type(function).__name__))
         self.weight = weight
+        self.graded = graded
         self.by_turn = False
         """Whether its value is the sum of the rewards of the turns."""
         self.runs_in_thread = blocking and not is_async(function)
@@ -122,7 +128,7 @@ class FunctionReward(Reward):
 def reward(function: Callable[..., Any], /) -> FunctionReward: ...
 @overload
 def reward(
-    *, name: str | None = None, weight: float = 1.0, blocking: bool = True
+    *, name: str | None = None, weight: float = 1.0, blocking: bool = True, graded: bool = False
 ) -> Callable[[Callable[..., Any]], FunctionReward]: ...
 def reward(
     function: Callable[..., Any] | None = None, /, **options: Any
@@ -133,12 +139,14 @@ def reward(
     With `blocking=False` it runs in the event loop, one call at a time, and must be fast. An async function always runs
     in the event loop.
 
+    A reward of 1 or more is a success. With `graded=True` the values are degrees, and none of them means success.
+
     Example:
         @reward
         def exact(episode, answer: str) -> float:      # `answer` is a field of the task
             return float(episode.answer == answer)
 
-        @reward(name="brevity", weight=0.1)
+        @reward(name="brevity", weight=0.1, graded=True)
         def short(episode) -> float:
             return 1.0 - min(episode.sampled / 100, 1.0)
     """
@@ -157,6 +165,10 @@ class Rewards:
         self.unweighted = [name for name, _, weight in self.rewards if weight == 0]
         by_turn = [weight for _, one, weight in self.rewards if getattr(one, "by_turn", False)]
         self.turn_weight = sum(by_turn)
+        parts = [part for _, one, weight in self.rewards if weight != 0 for part in reward_parts(one)]
+        self.uses_env = any(getattr(part, "by_turn", False) for part in parts)
+        self.has_rule = any(not is_graded(part) and not getattr(part, "by_turn", False) for part in parts)
+        """Whether a value of a reward other than the environment's means success."""
         self.seconds = seconds
         self.firsts = FirstFailureLogger(log)
         self.busy_time = BusyTime()
@@ -181,8 +193,8 @@ class Rewards:
     async def score(self, groups: Sequence[Group]) -> None:
         """Set `rewards` and `metrics["success"]` of every surviving episode, concurrently.
 
-        `success` of the environment is kept. Else an episode succeeds if its weighted reward reaches 1. If the
-        environment reports `judged: 0` and there is no reward but its own, there is no `success`.
+        `success` of the environment is kept. Else an episode succeeds if its weighted reward reaches 1. There is no
+        `success` if all rewards are degrees (`graded`); the environment's own are if it reports `judged: 0`.
         """
         await asyncio.gather(*(self._score_group(group) for group in groups))
 
@@ -205,13 +217,16 @@ class Rewards:
                     await self._compare(name, one, weight, group.valid_episodes)
         for name, whole, weight in self.combined:
             await asyncio.gather(*(self._combine(name, whole, weight, episode) for episode in group.valid_episodes))
-        has_judge = any(weight != 0 and not getattr(one, "by_turn", False) for _, one, weight in self.rewards)
+        has_success = any("success" in episode.metrics for episode in group.valid_episodes)
         for episode in group.valid_episodes:
             for name in self.unweighted:
                 episode.metrics[f"reward/{name}"] = _pop_sum(name, episode.rewards)
-            if has_judge or episode.metrics.get("judged", 1.0):
+            if has_success or self._defines_success(episode):
                 episode.metrics.setdefault("success", float(episode.reward >= 1))
         end_scored_spans(group.episodes)
+
+    def _defines_success(self, episode: Episode) -> bool:
+        return self.has_rule or (self.uses_env and episode.metrics.get("judged", 1.0) != 0)
 
     async def _compare(self, name: str, one: Any, weight: float, episodes: Sequence[Episode]) -> None:
         """Let a reward compare the episodes of a group. If it raises, all of them fail."""
@@ -287,6 +302,11 @@ def is_reward_call(name: str) -> bool:
 def reward_parts(one: Any) -> list[Any]:
     """The reward itself, or the parts of a combined reward."""
     return [part for _, part, _ in _leaves("", one, 1.0)]
+
+
+def is_graded(one: Any) -> bool:
+    """Whether the values of a reward are degrees, none of which means success; of a combined one, of all its parts."""
+    return all(getattr(part, "graded", False) for part in reward_parts(one))
 
 
 def _leaves(name: str, one: Any, weight: float) -> list[tuple[str, Reward, float]]:

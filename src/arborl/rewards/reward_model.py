@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from arborl.chat import Renderer
 from arborl.errors import ConfigError, disk_errors, paused_deadlines
-from arborl.models.model_files import is_model_folder, read_model_config
+from arborl.models.model_files import HUB_ID, read_model_config, resolve
 from arborl.rewards.reward import Reward
 from arborl.rewards.text.text_measures import as_turns, episode_of
 from arborl.rewards.text.text_reward import Context, RewardFunction, RewardResult, Turns
@@ -73,7 +73,8 @@ class RewardModel(Reward):
     else 1, 0 and 4096 tokens.
 
     Args:
-        path: folder of the model, in Hugging Face form, with its tokenizer and chat template.
+        path: folder of the model, in Hugging Face form, with its tokenizer and chat template; or a Hugging Face id,
+            which is read from the local cache or downloaded, as with `model.name`.
         device: `auto` uses the GPU if there is one.
         dtype: `float32`, `bfloat16`, `float16` or `float64`.
         batch: episodes per forward pass; it changes the last digits only.
@@ -83,6 +84,8 @@ class RewardModel(Reward):
     Example:
         rewards: [{name: reward_model, args: {path: models/judge, batch: 16}}]
     """
+
+    graded = True
 
     def __init__(
         self,
@@ -94,9 +97,12 @@ class RewardModel(Reward):
         scale: float | None = None,
         shift: float | None = None,
     ):
-        self.folder = Path(path).expanduser()
-        if not is_model_folder(self.folder):
-            raise ValueError(f"path={path}: not the folder of a Hugging Face model. Give one with a config.json.")
+        if not Path(path).expanduser().is_dir() and not HUB_ID.fullmatch(str(path)):
+            raise ValueError(f"path={path}: no such folder. Give the folder of a reward model, or a Hugging Face id.")
+        try:
+            self.folder = resolve(str(path), "path")
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
         config = read_model_config(self.folder)
         kinds, labels = config.get("architectures") or [""], config.get("id2label")
         if not str(kinds[0]).endswith("ForSequenceClassification") or not isinstance(labels, dict) or len(labels) != 1:
@@ -189,7 +195,7 @@ class NeuralReward(RewardFunction):
     `{name: reward_model, args: {path: FOLDER}}` is the same reward.
 
     Args:
-        path: folder of the model.
+        path: folder of the model, or a Hugging Face id.
         weight: of this reward.
         name: in metrics.
         device, dtype, batch: as in `RewardModel`.

@@ -22,7 +22,7 @@ from arborl.tools.core.rate_limit import RateLimit
 from arborl.tools.core.tool import AnyTool, CallLimiter, Tool
 from arborl.tools.core.tool_context import ToolContext
 from arborl.tools.core.toolbox import as_tool, placeholder_tool
-from arborl.tools.remote.tool_client import ToolClient
+from arborl.tools.remote.tool_client import CodeServerClient, ToolClient
 from arborl.types import ToolResult
 
 if TYPE_CHECKING:
@@ -96,8 +96,17 @@ class ToolLoader:
         limit = self._limit(entry, key)
         seconds = entry.timeout or DEFAULT_SERVER_TIMEOUT
         call_seconds = 2 * seconds if entry.retries is None else (entry.retries + 1) * (seconds + 8)
-        client = ToolClient(
-            entry.server, key, entry.concurrency or 64, seconds, max(120.0, call_seconds), limit, retries=entry.retries
+        options: dict[str, Any] = {
+            "concurrency": entry.concurrency or 64,
+            "attempt_seconds": seconds,
+            "call_seconds": max(120.0, call_seconds),
+            "limit": limit,
+            "retries": entry.retries,
+        }
+        client = (
+            CodeServerClient(str(entry.server), key, entry.code_prefix, **options)
+            if entry.protocol == "execute"
+            else ToolClient(entry.server, key, **options)
         )
         self.clients.append(client)
         tools = client.tools(entry.tools)

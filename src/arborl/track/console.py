@@ -23,7 +23,7 @@ from arborl.types import Metrics
 BLOCKS = "▁▂▃▄▅▆▇█"
 GIVEN = ("loss", "perplexity", "accuracy", "margin")
 """Metrics of demonstrations and preferences."""
-SHOWN = ("tasks", "success", "reward", "greedy_success", *GIVEN, "failed", "greedy_failed")
+SHOWN = ("tasks", "success", "reward", "greedy_success", "greedy_reward", *GIVEN, "failed", "greedy_failed")
 """Metrics of held-out tasks, in this order."""
 ENDS = ("_low", "_high")
 """Suffixes of interval bounds."""
@@ -193,17 +193,18 @@ def fields(metrics: Metrics) -> list[str]:
 
 def held_out_fields(metrics: Metrics) -> list[str]:
     """The metrics of an evaluation as texts; only the first has an interval."""
-    without_intervals = {
-        name: value for name, value in metrics.items() if not name.startswith(("reward_", "greedy_success_"))
-    }
+    hidden = ("reward_", "greedy_success_") if "success" in metrics else ("greedy_reward_",)
+    without_intervals = {name: value for name, value in metrics.items() if not name.startswith(hidden)}
     names = [name for name in shown(metrics) if name not in ("tasks", "greedy_failed")]
     texts = [f"{name.replace('_', ' ')} {measure(name, without_intervals)}" for name in names]
     return [f"held out, {measure('tasks', metrics)} tasks:", *texts]
 
 
 def shown(*measured: Mapping[str, float]) -> list[str]:
-    """The held-out metrics to show: all that were measured; failures only if there are any."""
+    """The held-out metrics to show: all that were measured, but the greedy reward only without greedy success, and
+    failures only if there are any."""
     names = [name for name in SHOWN if any(name in metrics for metrics in measured)]
+    names = [name for name in names if name != "greedy_reward" or "greedy_success" not in names]
     return [name for name in names if not name.endswith("failed") or any(metrics.get(name) for metrics in measured)]
 
 
@@ -233,7 +234,8 @@ def sparkline(values: Sequence[float], width: int, low: float, high: float) -> s
 def table_before_after(before: Mapping[str, float], after: Mapping[str, float]) -> Table:
     """Held-out metrics before and after training, with 95 % intervals."""
     has_episodes = (before or after) and not {*GIVEN} & {*before, *after}
-    names = [name for name in ("success", "reward") if has_episodes]  # shown as `–` if not measured
+    all_failed = has_episodes and "reward" not in {**before, **after}
+    names = ["success", "reward"] if all_failed else []  # shown as `–`
     names = [name for name in SHOWN if name in names or name in shown(before, after)]
     names += [name for name in {**before, **after} if name.startswith("reward/") and not name.endswith(ENDS)]
     table = Table(box=box.SIMPLE_HEAD, title="held-out tasks, with 95 % intervals", title_justify="left")

@@ -36,8 +36,10 @@ OURS = logging.getLogger("arborl")
 
 
 def debugging() -> bool:
-    """Whether `ARBORL_DEBUG` is set: level `debug`, and tracebacks instead of one-line errors."""
-    return os.environ.get("ARBORL_DEBUG", "0").lower() not in ("", "0", "false", "no")
+    """Whether `ARBORL_DEBUG` is set: level `debug`, and tracebacks instead of one-line errors. `STATESET_DEBUG` is the
+    same variable in the StateSet guide."""
+    values = (os.environ.get(name, "0").lower() for name in ("ARBORL_DEBUG", "STATESET_DEBUG"))
+    return any(value not in ("", "0", "false", "no") for value in values)
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):

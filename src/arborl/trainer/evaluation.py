@@ -151,8 +151,16 @@ def group_mean(value: Callable[[Episode], float], group: Group) -> float:
     return fmean(value(episode) if episode.failure is None else 0.0 for episode in group.episodes)
 
 
+def counts_for(name: str, group: Group) -> bool:
+    """Whether a task counts for this score: for success and pass@k not if its episodes are finished without a success
+    value (a source whose rewards are degrees)."""
+    if name != "success" and not name.startswith("pass"):
+        return True
+    return not group.valid_episodes or any("success" in episode.metrics for episode in group.valid_episodes)
+
+
 def _mean_and_interval(name: str, groups: list[Group], value: Callable[[Episode], float]) -> Metrics:
-    means = [group_mean(value, group) for group in groups if group.episodes]
+    means = [group_mean(value, group) for group in groups if group.episodes and counts_for(name, group)]
     mean = fmean(means)
     interval = wilson(mean, len(means)) if name == "success" and 0 <= mean <= 1 else student(means)
     return {name: mean} | ({f"{name}_low": interval[0], f"{name}_high": interval[1]} if interval else {})

@@ -15,7 +15,7 @@ from statistics import fmean
 
 import numpy as np
 
-from arborl.trainer.evaluation import count_episodes, episode_metric, episode_scores, group_mean, wilson
+from arborl.trainer.evaluation import count_episodes, counts_for, episode_metric, episode_scores, group_mean, wilson
 from arborl.types import Group, Metrics
 
 NUM_RESAMPLES = 2000
@@ -56,7 +56,10 @@ class PolicyResult:
         if not self.groups:
             return {name: Score(value) for name, value in self.metrics.items() if name not in ("tasks", "failed")}
         groups = [group for group in self.groups if group.episodes and source in (None, group.task.source)]
-        return {name: _score(name, [score(group) for group in groups]) for name, score in task_scores(groups).items()}
+        return {
+            name: _score(name, [score(group) for group in groups if counts_for(name, group)])
+            for name, score in task_scores(groups).items()
+        }
 
     def count(self, source: str | None = None) -> tuple[int, int, int]:
         groups = [group for group in self.groups if source in (None, group.task.source)]
@@ -162,6 +165,7 @@ def compare_pair(one: PolicyResult, other: PolicyResult) -> PairedComparison | N
     metric = next((name for name in ("success", "reward") if all(name in names for names in scores)), None)
     if metric is None:
         return None
+    common = [task for task in common if all(counts_for(metric, side[task]) for side in sides)]
     first, second = ([names[metric](side[task]) for task in common] for names, side in zip(scores, sides, strict=True))
     differences = np.subtract(second, first)
     low, high = bootstrap(differences.tolist()) or (None, None)

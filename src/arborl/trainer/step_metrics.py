@@ -45,10 +45,12 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
 
 
 def _means(episodes: Sequence[Episode], field: str) -> Metrics:
-    """Mean of each number; an episode without it counts as 0 (a tool that was not called)."""
+    """Mean of each number; an episode without it counts as 0 (a tool that was not called), but not for `success`."""
     rows: list[dict[str, float]] = [getattr(episode, field) for episode in episodes]
     names = dict.fromkeys(name for row in rows for name in row)
-    return {name: float(np.mean([row.get(name, 0.0) for row in rows])) for name in names}
+    return {
+        name: float(np.mean([row.get(name, 0.0) for row in rows if name in row or name != "success"])) for name in names
+    }
 
 
 def batch_metrics(forest: Forest, terms: Terms, version: int) -> Metrics:

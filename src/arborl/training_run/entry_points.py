@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console as Terminal
 
 from arborl.checkpoint import has_checkpoints
-from arborl.config.config_base import to_plain, validate
+from arborl.config.config_base import to_plain
 from arborl.config.load_config import from_kwargs
 from arborl.config.run_config import RunConfig
 from arborl.errors import LearnerRankLost
@@ -27,6 +27,7 @@ from arborl.training_run.rank_recovery import RankRecovery
 from arborl.training_run.resume import ResumePoint, check_changes, find_resume_point, finished_summary, keep_dtype
 from arborl.training_run.run_folder import claimed
 from arborl.training_run.signals import StopSignals
+from arborl.training_run.stub_run import stub_run
 
 if TYPE_CHECKING:
     from arborl.trainer.policy_comparison import PolicyResult
@@ -94,7 +95,9 @@ def train(
         hooks: additional hooks, called after each step.
         profile: write torch's trace of two steps.
     """
-    config, objects = stub_config(config) if stub else config, objects or {}
+    objects = objects or {}
+    if stub:
+        config, objects = stub_run(config, objects, resuming=resume is not None)
     if config.learner.strategy != "single" and os.environ.get("RANK", "0") != "0":
         from arborl.learner.distributed.launch import serve_launched_rank
 
@@ -223,23 +226,6 @@ def measure(
         with traced(policy.name):
             results += wait_for(play(policy, options, objects))
     return results
-
-
-def stub_config(config: RunConfig) -> RunConfig:
-    """The run with a few small steps and scripted replies."""
-    tree = config.model_dump()
-    if not config.data.offline:
-        tree["engine"] = config.engine.scripted()
-    tree["trainer"] |= {"steps": min(config.trainer.steps or 3, 3), "epochs": None}
-    tree["demonstrations"] |= {"steps": min(config.demonstrations.steps, 1)}
-    tree["rollout"] |= {"tasks_per_step": min(config.rollout.tasks_per_step, 4)}
-    for source in tree["data"]["sources"].values():
-        source["evaluation_tasks"] = None
-    tree["learner"] |= {"minibatches": 1}
-    tree["track"] |= {"top_logprobs": 0}
-    tree["placement"] = {"name": "local"}
-    tree["evaluation"] |= {"tasks": min(config.evaluation.tasks, 8)}
-    return validate(RunConfig, tree)
 
 
 def wait_for(work: Coroutine[Any, Any, T], stops: StopSignals | None = None) -> T:

@@ -15,6 +15,7 @@ from arborl.agents.agent_interface import refuse_plain_function
 from arborl.agents.context.managed_conversation import check_accepts_context
 from arborl.chat import Renderer
 from arborl.cluster.placement.ray_cluster import check_ray_available
+from arborl.config.engine_config import SERVER_ENGINES
 from arborl.config.run_config import PartConfig, RunConfig
 from arborl.data import Mixture, TaskSource, open_source
 from arborl.data.mixing.task_pools import RowPool
@@ -290,7 +291,7 @@ class RunPartFactory:
             texts = options.replies or episode_factories.env(Task("check")).actions() or ("Yes.",)
             made: Engine = found(replies(renderer, texts), decode=decode)
             return made
-        if settings.name not in ("local", "vllm", "http"):
+        if settings.name not in ("local", "vllm", *SERVER_ENGINES):
             made = found(model, **settings.args)
             return made
         common: dict[str, Any] = {
@@ -311,10 +312,11 @@ class RunPartFactory:
                 "urls": options.urls, "dtype": options.dtype, "named": options.model,
                 "weights_dir": options.weights_dir, "seconds": options.seconds, "key": options.api_key_env,
                 "sampling": sampling, "renderer": renderer, "training": training, "chats": options.chat,
+                "kind": settings.name,
             },
         }  # fmt: skip
         with _engine_errors(config):
-            made = found(**common, **arguments[settings.name])
+            made = found(**common, **arguments["http" if settings.name in SERVER_ENGINES else settings.name])
         return made
 
 
@@ -322,7 +324,7 @@ class RunPartFactory:
 def _engine_errors(config: RunConfig) -> Iterator[None]:
     """Convert errors of an engine's constructor to ConfigError."""
     name, kv_tokens = config.engine.name, config.engine.kv_tokens
-    where = "engine=http" if name == "http" else f"model.name={config.model.name} with engine={name}"
+    where = f"engine={name}" if name in SERVER_ENGINES else f"model.name={config.model.name} with engine={name}"
     end = {"local": ".", "vllm": f". {VLLM_HINT}"}.get(name, "")
     try:
         yield

@@ -29,6 +29,7 @@ FIXED = {
     r"model\.lora\.(rank|alpha|target)": "its adapters are of that shape",
     r"learner\.critic_from": "its critic has been trained further",
     r"data\.offline|demonstrations\.(path|rows|steps)": "all steps so far were trained on it",
+    r"trainer\.checkpoint_dir": "its other checkpoints are there",
     r"learner\.master": "its optimizer state is for such weights",
     r"data\.(sources\.[^.]+\.)?(evaluation_share|split)": "training rows would become held-out rows",
 }

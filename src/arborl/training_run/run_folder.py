@@ -134,6 +134,26 @@ def write_config(folder: Path, config: RunConfig) -> None:
         sign(folder / "config.yaml", config)
 
 
+def link_checkpoints(folder: Path, checkpoint_dir: Path | None) -> None:
+    """With `trainer.checkpoint_dir`, `checkpoints` of the run folder is a link to a folder there."""
+    if checkpoint_dir is None:
+        return
+    place, link = (checkpoint_dir.expanduser() / folder.absolute().name).absolute(), folder / "checkpoints"
+    if link.is_symlink() and link.readlink() == place:  # a rank was lost before the first checkpoint
+        return
+    if place.is_dir() and any(place.iterdir()):
+        raise ConfigError(f"trainer.checkpoint_dir: {str(place)!r} is not empty. Write another folder or output_dir.")
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(place, target_is_directory=True)
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+        raise ConfigError(
+            f"trainer.checkpoint_dir: cannot write {str(place)!r}: {why}. Write trainer.checkpoint_dir=FOLDER, or null "
+            "for the run folder."
+        ) from error
+
+
 def change_config(folder: Path, before: RunConfig, now: RunConfig, step: int) -> None:
     """Write `config.yaml` with the settings from this step on; keep the former beside it."""
     former = folder / f"config.before-step-{step:06}.yaml"

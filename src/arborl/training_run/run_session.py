@@ -202,6 +202,7 @@ class RunSession:
         """Write the configuration of a new run, or restore the checkpoint."""
         start = self.start
         if start is None:
+            run_folder.link_checkpoints(self.home, self.config.trainer.checkpoint_dir)
             run_folder.write_config(self.home, self.config)
             return
         trainer.restore(start.state)

@@ -115,7 +115,7 @@ class KeepBestCheckpoint:
                 self._drop(trial)
 
     def _drop(self, trial: Trial) -> None:
-        shutil.rmtree(self.plan.trial_folder(trial.number) / "checkpoints", ignore_errors=True)
+        shutil.rmtree((self.plan.trial_folder(trial.number) / "checkpoints").resolve(), ignore_errors=True)
 
 
 # ------------------------------------------------------------------------------------------------ plots

@@ -21,8 +21,8 @@ from arborl.view.web.folders import differences, flat, read_config, read_summary
 
 SHOWN = {
     "reward/mean": "Reward of training episodes", "episode/success": "Success of training episodes",
-    "evaluation/success": "Success on held-out tasks", "policy/entropy": "Entropy, nats per token",
-    "policy/loss": "Loss", "evaluation/loss": "Held-out loss",
+    "evaluation/success": "Success on held-out tasks", "evaluation/reward": "Reward on held-out tasks",
+    "policy/entropy": "Entropy, nats per token", "policy/loss": "Loss", "evaluation/loss": "Held-out loss",
 }  # fmt: skip
 MEASURES = ("success", "reward", "loss", "greedy_success")
 SEEDS = ("seed", "output_dir", "name")
@@ -130,6 +130,7 @@ def _picture(settings: Sequence[SettingRuns], out: Path) -> Path | None:
     """One panel per metric; a line and a band per setting."""
     bands = {name: [setting.band(name) for setting in settings] for name in SHOWN}
     names = [name for name, result in bands.items() if any(result)]
+    names = [name for name in names if name != "evaluation/reward" or "evaluation/success" not in names]
     if not names:
         return None
     high = -(-len(names) // 2)
@@ -151,16 +152,18 @@ def _picture(settings: Sequence[SettingRuns], out: Path) -> Path | None:
 
 
 def _runs(settings: Sequence[SettingRuns]) -> str:
-    rows = []
+    summaries = [read_summary(run) for setting in settings for run in setting.runs]
+    measured = [name for name in MEASURES if any(_measured(one, "after", name) is not None for one in summaries)]
+    metric, rows = measured[0] if measured else "success", []
     for setting in settings:
         for run, metrics in zip(setting.runs, setting.rows, strict=True):
             summary, config = read_summary(run), read_config(run)
             cells = (
                 str(run), setting.label, str(config.get("seed", "–")), str(metrics[-1]["step"] if metrics else 0),
-                _cell([summary], "before", "success"), _cell([summary], "after", "success"),
+                _cell([summary], "before", metric), _cell([summary], "after", metric),
             )  # fmt: skip
             rows.append([escape(cell) for cell in cells])
-    return f"<h2>Runs</h2>{html_table(('run', 'setting', 'seed', 'steps', 'success before', 'after'), rows)}"
+    return f"<h2>Runs</h2>{html_table(('run', 'setting', 'seed', 'steps', f'{metric} before', 'after'), rows)}"
 
 
 def _differences(folders: Sequence[Path]) -> str:

@@ -81,7 +81,8 @@ def _margins(size: tuple[float, float], rows: int, columns: int, has_title: bool
 def learning_curve(
     metrics_file: Path, out: Path, title: str, before: float | None = None, after: float | None = None
 ) -> Path:
-    """Plot success and reward of the training episodes and held-out success; for demonstrations, the loss.
+    """Plot success and reward of the training episodes and held-out success; without success, reward and held-out
+    reward; for demonstrations, the loss.
 
     `before` and `after` are the held-out success of a run whose metrics have no evaluations.
     """
@@ -90,6 +91,8 @@ def learning_curve(
     loss, imitation_loss = series_of(rows, "policy/loss"), series_of(rows, "sft/loss")
     if not success and not reward and not loss:
         raise ValueError(f"{metrics_file}: no step has 'episode/success' or 'reward/mean', nothing to plot")
+    if reward and not success and not evaluations(rows) and before is None and after is None:
+        return _reward_curve(rows, out, title)
     with drawing(out, (11, 4.2), 1, 2, title) as (left, right):
         if success or reward:
             _plot(left, success, SUCCESS, "Success of training episodes")
@@ -112,6 +115,20 @@ def learning_curve(
     return out
 
 
+def _reward_curve(rows: Sequence[dict[str, Any]], out: Path, title: str) -> Path:
+    """The reward of training episodes and on held-out tasks, and the loss of imitation if there was any."""
+    imitation_loss = series_of(rows, "sft/loss")
+    columns = 2 if imitation_loss else 1
+    with drawing(out, (5.5 * columns, 4.2), 1, columns, title) as panels:
+        _plot(panels[0], series_of(rows, "reward/mean"), REWARD, "Reward of training episodes")
+        _plot_evaluations(panels[0], evaluations(rows, "reward"), "{:.3f}")
+        if imitation_loss:
+            _plot(panels[1], imitation_loss, REWARD, "Loss of imitation")
+        for axes in panels:
+            _show_integers(axes)
+    return out
+
+
 def plot_runs(runs: Sequence[Path], out: Path, title: str) -> Path:
     """Plot the success of several finished runs, with held-out success at the ends."""
     with drawing(out, (8, 4.2)) as (axes,):
@@ -119,7 +136,7 @@ def plot_runs(runs: Sequence[Path], out: Path, title: str) -> Path:
             summary = read_json(run / "summary.json")
             series = series_of(list(read_metrics(run / "metrics.jsonl")), "episode/success")
             held_out = [summary[when].get("success") for when in ("before", "after")]
-            _plot_success(axes, series, colour, run.name, held_out, series[-1][0])
+            _plot_success(axes, series, colour, run.name, held_out, series[-1][0] if series else 1)
         axes.set(xlabel="step", title=title)
         _show_shares(axes)
         axes.legend(loc="lower right", **LEGEND)

@@ -148,7 +148,8 @@ def _curve(folder: Path, drawn: Path, name: str, summary: Mapping[str, Any]) -> 
     except ValueError as error:  # no step yet
         log.info("no curve in the report: %s", error)
         return ""
-    return _figure("Learning curve", "success and reward by step", picture)
+    alt = "reward by step" if before is None and after is None else "success and reward by step"
+    return _figure("Learning curve", alt, picture)
 
 
 def _figure(title: str, alt: str, picture: Path | None) -> str:

@@ -5,6 +5,7 @@ Nothing is imported or run, and no environment variable is read.
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 import warnings
@@ -16,7 +17,16 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from arborl.config.load_config import MAX_DEPTH, bounded_yaml, check_yaml
-from arborl.convert.reading.training_scripts import ScriptSettings, near, overrides, read, read_text
+from arborl.convert.reading.training_scripts import (
+    PIPELINE,
+    SHELL,
+    ScriptSettings,
+    near,
+    overrides,
+    read,
+    read_pipeline,
+    read_text,
+)
 from arborl.errors import ConfigError
 
 YAML = (".yaml", ".yml")
@@ -26,6 +36,8 @@ REFERENCE = re.compile(r"\$\{\s*([A-Za-z_]\w*)")
 FILES = re.compile(r".*(?:config_path|custom_reward_function\.path)")
 """Keys that name a file which belongs to the others."""
 MAX_MISSING = 20
+PLACEHOLDER_DEPTH = 5
+"""Steps up (`../`) that a missing file of a `defaults` list may have."""
 
 
 @dataclass(slots=True)
@@ -38,18 +50,25 @@ class SourceKeys:
     """Sections and keys at the top that some `${…}` leads to."""
     environment: dict[str, str] = field(default_factory=dict)
     """Keys that depend on a variable of the environment, with its name."""
+    mentions_trainer: bool = False
+    """Whether a script mentions the trainer."""
     absent: list[tuple[str, str]] = field(default_factory=list)
     """Files of a `defaults` list that are not there: the file that names it, and what it looks for."""
 
 
-def collect(files: Sequence[Path], plain_keys: bool = False, absent: bool = False) -> SourceKeys:
+def collect(files: Sequence[Path], plain_keys: bool = False, absent: re.Pattern[str] | None = None) -> SourceKeys:
     """Read files in order, later ones over earlier ones; then fill in references, so that what a later file changes
     reaches all that refers to it.
+
+    Args:
+        plain_keys: whether keys of override lists may have no dot.
+        absent: names of files of a `defaults` list that need not be there.
     """
     out = SourceKeys()
     files_read = list(_read_files(files, plain_keys))
     for _, script in files_read:
         out.variables |= script.variables if script else {}
+        out.mentions_trainer |= bool(script and script.mentions_trainer)
     if all(script for _, script in files_read):
         for _, script in files_read:
             assert script is not None
@@ -61,19 +80,71 @@ def collect(files: Sequence[Path], plain_keys: bool = False, absent: bool = Fals
     return out
 
 
+# ------------------------------------------------------------------------------------------------ whose file it is
+
+
+ROLL_KEYS = frozenset(
+    {"actor_train", "actor_infer", "train_env_manager", "sft_train", "student_pretrain", "student_train"}
+)
+TEXTS = {
+    "roll": re.compile(r"(?m)^[^#\n]*start_\w+_pipeline\.py\b"),
+    "agentfly": re.compile(r"(?m)^[^#\n]*\bagent\.(?:agent_type|init_config)\b"),
+    "verl": re.compile(r"(?m)^[^#\n]*(?:\bactor_rollout_ref\.|\bverl\.trainer\b)"),
+}
+"""What scripts and override lists of a system have in a line that is no comment; the first that is found counts."""
+IMPORTS = {
+    "trl": re.compile(r"(?m)^\s*(?:from|import)\s+trl\b"),
+    "stateset": re.compile(r"(?m)^\s*(?:from|import)\s+stateset_agents\b"),
+}
+
+
+def system_of(file: Path) -> str | None:
+    """The system that a file was written for: `roll`, `verl`, `agentfly`, `trl` or `stateset`; None where unknown."""
+    try:
+        text = read_text(file)
+        if file.suffix in YAML:
+            check_yaml(text, str(file))
+            return _system_of_keys(yaml.safe_load(text))
+    except (ConfigError, yaml.YAMLError, OSError, ValueError, RecursionError):
+        return None
+    signs = IMPORTS if file.suffix == ".py" else TEXTS
+    return next((name for name, sign in signs.items() if sign.search(text)), None)
+
+
+def _system_of_keys(tree: Any) -> str | None:
+    if not isinstance(tree, Mapping):
+        return None
+    agent = tree.get("agent")
+    if isinstance(agent, Mapping) and {"agent_type", "init_config"} & agent.keys():
+        return "agentfly"
+    if "actor_rollout_ref" in tree:
+        return "verl"
+    return "roll" if ROLL_KEYS & tree.keys() or {"exp_name", "pretrain"} <= tree.keys() else None
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
 def _read_files(files: Sequence[Path], plain_keys: bool) -> Iterator[tuple[Path, ScriptSettings | None]]:
     """Files in order, each script after the configuration that it names; None stands for YAML."""
     for file in files:
         if file.suffix in YAML:
             yield file, None
             continue
-        script = ScriptSettings(overrides(read_text(file), str(file))) if plain_keys else read(file)
+        if not plain_keys:
+            script = read(file)
+        elif file.suffix in SHELL or any(map(PIPELINE.search, read_text(file).splitlines())):
+            script = read_pipeline(file)
+        else:
+            script = ScriptSettings(overrides(read_text(file), str(file)))
         if script.config is not None:
             yield script.config, None
         yield file, script
 
 
-def _merge(files_read: Sequence[tuple[Path, ScriptSettings | None]], absent: bool, out: SourceKeys) -> None:
+def _merge(
+    files_read: Sequence[tuple[Path, ScriptSettings | None]], absent: re.Pattern[str] | None, out: SourceKeys
+) -> None:
     """Merge YAML and overrides into one tree, so that references see the last value."""
     from omegaconf import OmegaConf
 
@@ -117,7 +188,7 @@ def _locate(keys: dict[str, Any], files: Sequence[Path]) -> None:
             keys[key] = next((str(found) for file in reversed(files) if (found := near(file, value))), value)
 
 
-def _composed(file: Path, absent: bool, out: SourceKeys) -> dict[str, Any]:
+def _composed(file: Path, absent: re.Pattern[str] | None, out: SourceKeys) -> dict[str, Any]:
     """The file with its `defaults` list, as Hydra composes them, references as they are written."""
     own = _own(file)
     own.pop("hydra", None)
@@ -133,17 +204,19 @@ def _composed(file: Path, absent: bool, out: SourceKeys) -> dict[str, Any]:
     before, hydra.hydra = hydra.hydra, None
     try:
         with (
-            tempfile.TemporaryDirectory() as placeholders,
+            tempfile.TemporaryDirectory() as temporary,
             warnings.catch_warnings(),
             initialize_config_dir(str(file.resolve().parent), version_base=None),
         ):
+            placeholders = Path(temporary, *["deeper"] * PLACEHOLDER_DEPTH)
+            placeholders.mkdir(parents=True)
             warnings.simplefilter("ignore")  # without `_self_` the file itself comes last and wins, as they rely on
             for _ in range(MAX_MISSING):
                 try:
                     composed = compose(file.name, overrides=[f"hydra.searchpath=[file://{placeholders}]"])
                     break
                 except MissingConfigException as error:
-                    _write_placeholder(Path(placeholders), file, str(error.missing_cfg_file), absent)
+                    _write_placeholder(placeholders, file, str(error.missing_cfg_file), absent)
                     out.absent.append((str(file), str(error.missing_cfg_file)))
             else:
                 raise ConfigError(f"{file}: more than {MAX_MISSING} files that its defaults name are not there.")
@@ -156,10 +229,11 @@ def _composed(file: Path, absent: bool, out: SourceKeys) -> dict[str, Any]:
     return {str(key): value for key, value in tree.items()}
 
 
-def _write_placeholder(folder: Path, file: Path, name: str, absent: bool) -> None:
-    """An empty file in the place of one that is not there, where that may be."""
-    empty = (folder / name).with_suffix(".yaml")
-    if not absent or ".." in Path(name).parts or empty.exists():
+def _write_placeholder(folder: Path, file: Path, name: str, absent: re.Pattern[str] | None) -> None:
+    """An empty file in the place of one that is not there, where that may be. `folder` is deep enough for `../`."""
+    empty = Path(os.path.normpath(folder / name)).with_suffix(".yaml")
+    inside = empty.is_relative_to(folder.parents[PLACEHOLDER_DEPTH - 1])
+    if absent is None or not absent.fullmatch(name) or not inside or empty.exists():
         raise ConfigError(
             f"{file}: its defaults name {name!r}, and there is no such file. Give the file where it lies in their "
             "repository, with the folders beside it; or write what it takes from there into it."

@@ -1,10 +1,12 @@
 """The training command of a shell script: overrides, variables, configuration. A script is never run.
 
-Overrides are Hydra's: `a.b=1`, `+a.b=[x, y]`, `++a.b={c: 2}`, `~a.b`.
+Overrides are Hydra's: `a.b=1`, `+a.b=[x, y]`, `++a.b={c: 2}`, `~a.b`. Arguments of a Python script (`CommandLine`) are
+those of `argparse`: `--key value`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +28,20 @@ FLAGS = {"--config-name": "--config-name", "-cn": "--config-name", "--config-pat
          "-cp": "--config-path", "--config-dir": "--config-path", "-cd": "--config-path"}  # fmt: skip
 MODULE = "--module"
 """A key that no system has: what a script starts (`verl.trainer.main_ppo`)."""
+START = "start_script"
+"""A key that no system has: the script that starts a pipeline of ROLL (`start_agentic_pipeline.py`)."""
+PIPELINE = re.compile(r"(?:.*/)?start_\w+_pipeline\.py")
+PATH_COMMAND = re.compile(
+    r"\$\(\s*(dirname|basename|realpath|readlink -f|cd)\s+(?:--\s+)?[\"']?([^$()\"'&]+?)[\"']?\s*(?:&&\s*pwd\s*)?\)"
+)
+"""A command on a known path."""
+SHELL = (".sh", ".bash")
+MAIN_FILE = re.compile(r"(?:[^=]*/)?main_\w+\.py")
+LAUNCHER = re.compile(r"--(nproc|nnodes)(?:[-_]per[-_]node)?=(.+)")
+"""Processes that `torchrun` starts."""
+TRAINER = re.compile(r"\bmain_(?:ppo|dapo)\b|\bverl\.trainer\b")
+TRAINING = re.compile(r"(?:^|[\s;&|'\"/])(?:python[\d.]*|torchrun)\s+(?:\S+\s+)*?(?:-m\s|\S*\.py\b)")
+"""A training in one word, as for `ssh HOST '…'` and `tmux new-session -d '…'`."""
 
 
 @dataclass(slots=True)
@@ -38,6 +54,8 @@ class ScriptSettings:
     """The script's own."""
     config: Path | None = None
     """The YAML that it starts from, where it lies near the script."""
+    mentions_trainer: bool = False
+    """Whether a command or a variable mentions verl's trainer."""
 
 
 def read(path: Path) -> ScriptSettings:
@@ -48,6 +66,60 @@ def read(path: Path) -> ScriptSettings:
         found.config = file
         found.settings = {key: value for key, value in found.settings.items() if not key.startswith("--config")}
     return found
+
+
+def read_pipeline(path: Path) -> ScriptSettings:
+    """The configuration that a script starts a pipeline of ROLL with:
+
+    python examples/start_agentic_pipeline.py --config_path DIR --config_name NAME
+    """
+    where = str(path)
+    found: dict[tuple[str, str, str], int] = {}
+    for command in inner_commands(read_shell(read_text(path), where).commands, where):
+        start = next((at for at, word in enumerate(command.words) if PIPELINE.fullmatch(word)), None)
+        if start is not None:
+            flags = _flags(command.words[start + 1 :])
+            folder, name = (script_folder(flags.get(flag, ""), path) for flag in ("--config_path", "--config_name"))
+            found.setdefault((command.words[start], folder, name), command.line)
+    if not found:
+        raise ConfigError(
+            f"{path}: starts no pipeline of ROLL (python …/start_NAME_pipeline.py --config_path DIR --config_name "
+            "NAME), so there is nothing to convert. Give the YAML file, or a script that starts one."
+        )
+    if len(found) > 1:
+        lines = ", ".join(str(line) for line in list(found.values())[:5])
+        raise ConfigError(f"{path}: starts several pipelines (lines {lines}). Keep one of them.")
+    ((start_script, folder, name),) = found
+    if not name:
+        raise ConfigError(f"{path}: {start_script} without --config_name. Write it, or give the YAML file.")
+    inner = f"{folder}/{name}" if folder else name
+    beside = f"{Path(start_script).parent}/{inner}"  # Hydra looks from the folder of the Python script
+    config = near(path, beside) or near(path, inner)
+    if config is None:
+        there = sorted(file.name for file in path.resolve().parent.glob("*.yaml"))
+        more = f" Beside it: {', '.join(there[:5])}." if there else ""
+        raise ConfigError(f"{path}: names the configuration {inner!r}, which is not there.{more} Give the YAML file.")
+    return ScriptSettings({START: Path(start_script).name}, config=config)
+
+
+def _flags(words: Sequence[str]) -> dict[str, str]:
+    """`--flag value` and `--flag=value`."""
+    found = {}
+    for word, following in zip(words, (*words[1:], ""), strict=True):
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            found[name] = value if equals else following
+    return found
+
+
+def script_folder(text: str, script: Path) -> str:
+    """The text with `$0` and commands on its path filled in: `$(basename $(dirname $0))` is the script's folder."""
+    text = re.sub(r"\$0|\$\{?BASH_SOURCE(?:\[0\])?\}?", lambda _: str(script.resolve()), text)
+    while found := PATH_COMMAND.search(text):
+        path = Path(found[2])
+        part = {"dirname": str(path.parent), "basename": path.name}.get(found[1], str(path))
+        text = text[: found.start()] + part + text[found.end() :]
+    return text
 
 
 def read_text(path: Path, newline: str | None = None) -> str:
@@ -87,7 +159,7 @@ def read_script(text: str, where: str) -> ScriptSettings:
     script = read_shell(text, where)
     loose = ScriptSettings()
     runs: list[tuple[ShellCommand, ScriptSettings]] = []
-    for command in _inner(script.commands, where):
+    for command in inner_commands(script.commands, where):
         started = next((at for at, word in enumerate(command.words) if STARTS.fullmatch(word)), None)
         if started is not None:
             found = _settings(command.words[started + 1 :])
@@ -103,17 +175,27 @@ def read_script(text: str, where: str) -> ScriptSettings:
         for name, value in script.variables.items()
     }
     run = runs[0][1] if runs else ScriptSettings()
-    return ScriptSettings(loose.settings | run.settings, loose.removed + run.removed, variables)
+    words = [word for command in script.commands for word in command.words]
+    values = [str(value) for value in script.variables.values()]
+    mentions = any(TRAINER.search(text) for text in (*words, *values))
+    return ScriptSettings(
+        loose.settings | run.settings, loose.removed + run.removed, variables, mentions_trainer=mentions
+    )
 
 
-def _inner(commands: Sequence[ShellCommand], where: str) -> Iterator[ShellCommand]:
-    """Commands, and those that stand in quotes behind `bash -c`."""
+def inner_commands(
+    commands: Sequence[ShellCommand], where: str, quoted: re.Pattern[str] = TRAINING, depth: int = 0
+) -> Iterator[ShellCommand]:
+    """Commands, and those that stand in quotes behind `bash -c`, `ssh` or `tmux` and match `quoted`."""
     for command in commands:
         words = command.words
         inside = [words[at + 1] for at, word in enumerate(words[:-1]) if word in ("-c", "-lc")]
-        if inside and any(word in ("bash", "sh") for word in words):
+        if not inside or not any(word in ("bash", "sh") for word in words):
+            inside = [word for word in words[1:] if " " in word.strip() and quoted.search(word)]
+        if inside and depth < DEEPEST and not STARTS.fullmatch(words[0]) and not OVERRIDE.fullmatch(words[0]):
             for text in inside:
-                yield from (ShellCommand(one.words, command.line) for one in read_shell(text, where).commands)
+                nested = [ShellCommand(one.words, command.line) for one in read_shell(text, where).commands]
+                yield from inner_commands(nested, where, quoted, depth + 1)
         else:
             yield command
 
@@ -127,6 +209,10 @@ def _settings(words: Sequence[str], found: ScriptSettings | None = None) -> Scri
             found.settings[FLAGS[flag]] = value if equals else words[at + 1]
         elif word == "-m" and at + 1 < len(words):
             found.settings[MODULE] = words[at + 1]
+        elif MAIN_FILE.fullmatch(word) and MODULE not in found.settings:
+            found.settings[MODULE] = word
+        elif launcher := LAUNCHER.fullmatch(word):
+            found.settings["--nnodes" if launcher[1] == "nnodes" else "--nproc_per_node"] = plain(launcher[2])
         elif (override := OVERRIDE.fullmatch(word)) and override[1] != "~":
             if "." in override[2] or found.settings:
                 found.settings |= _flattened(override[2], plain(override[3]))
@@ -241,3 +327,73 @@ def primitive(text: str) -> Any:
         except ValueError:
             return float(text)
     return text
+
+
+# ------------------------------------------------------------------------------------------------ Python scripts
+
+
+@dataclass(slots=True)
+class CommandLine:
+    """The command that starts a Python script."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    launcher: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `accelerate launch` before it."""
+    where: str = ""
+    count: int = 0
+    """Number of commands that start the script; the first is read."""
+
+
+def read_command(text: str, script: str, where: str, is_shell: bool) -> CommandLine:
+    """The first command that starts `script`, in a shell script or in another text, such as a docstring."""
+    commands = (
+        [one.words for one in inner_commands(read_shell(text, where).commands, where)] if is_shell else _commands(text)
+    )
+    found = []
+    for words in commands:
+        at = next((i for i, word in enumerate(words) if Path(word).name == script), None)
+        if at is not None and words[at + 1 : at + 2] and words[at + 1].startswith("--"):
+            found.append((words[:at], words[at + 1 :]))
+    if not found:
+        return CommandLine(where=where)
+    before, after = found[0]
+    launched = before[before.index("launch") + 1 :] if "launch" in before else []
+    return CommandLine(_arguments(after), _arguments(launched), where, len(found))
+
+
+def _commands(text: str) -> Iterator[list[str]]:
+    for line in re.sub(r"\\\s*\n", " ", text).splitlines():
+        try:
+            yield shlex.split(line, comments=True)
+        except ValueError:  # prose with an apostrophe
+            continue
+
+
+def _arguments(words: Sequence[str]) -> dict[str, Any]:
+    """`--key value`, `--key=value`, `--key a b`, `--flag`, `--no_flag`."""
+    given: dict[str, list[str]] = {}
+    key = ""
+    for word in words:
+        if word.startswith("--"):
+            key, equals, value = word[2:].partition("=")
+            key = key.replace("-", "_")
+            given[key] = [value] if equals else []
+        elif key:
+            given[key].append(word.rstrip(",") or word)
+    out: dict[str, Any] = {}
+    for key, values in given.items():
+        if not values:
+            out[key.removeprefix("no_")] = not key.startswith("no_")
+        else:
+            out[key] = plain(values[0]) if len(values) == 1 else [plain(value) for value in values]
+    return out
+
+
+def code_of_notebook(text: str, where: str) -> str:
+    """The code cells of a Jupyter notebook; commands of IPython become comments."""
+    try:
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        lines = [line for cell in cells for line in [*"".join(cell["source"]).splitlines(), ""]]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{where}: not a Jupyter notebook: {error}.") from error
+    return "\n".join(f"# {line}" if line.startswith(("%", "!", "?")) else line for line in lines)

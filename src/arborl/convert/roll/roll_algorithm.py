@@ -72,7 +72,7 @@ def normalisation(draft: Draft, chosen: str, rows: bool) -> tuple[str, str]:
         if value not in ("group", "batch", "none"):
             one = len(names(draft.source.get("train_env_manager.tags"))) == 1 and value == "tags"
             why = f"no statistics by {value} here: those of the group are taken"
-            draft.drop(f"{at}{key}", value, "statistics of the batch, which is the same with one tag" if one else why)
+            draft.lose(f"{at}{key}", value, "statistics of the batch, which is the same with one tag" if one else why)
             value = "batch" if one else "group"
         found.append(str(value))
     return found[0], found[1]
@@ -110,19 +110,19 @@ def _by_step(draft: Draft, chosen: str, mean: str, std: str) -> None:
     if chosen == "step_reinforce":
         _normal(draft, "algorithm.args.baseline", "mean" if mean == "group" else "none")
         if mean == "batch":
-            draft.drop("reward_normalization", "batch", "the batch's mean is not taken off a step's return here")
+            draft.lose("reward_normalization", "batch", "the batch's mean is not taken off a step's return here")
         return
     whole, step = draft.number("episode_reward_weight", 1.0), draft.number("step_reward_weight", 1.0)
     if not whole:
         why = "0 leaves the comparison by step alone: write adv_estimator=step_reinforce"
-        draft.drop("episode_reward_weight", whole, why)
+        draft.lose("episode_reward_weight", whole, why)
         whole = 1.0
     why = "" if whole == 1 else "divided by episode_reward_weight, which scales all advantages alike"
     draft.say("step_reward_weight", step, "algorithm.args.step_weight", step / whole, why)
     if "episode_reward_weight" in draft.source and "episode_reward_weight" not in draft.accounted():
         draft.set("episode_reward_weight", whole, "algorithm.args.step_weight", step / whole, why)
     if mean == "none":
-        draft.drop("reward_normalization.method", "identity", "gigpo compares here: the group's mean is taken off")
+        draft.lose("reward_normalization.method", "identity", "gigpo compares here: the group's mean is taken off")
 
 
 def _critic(draft: Draft) -> None:
@@ -188,9 +188,14 @@ def clips(draft: Draft) -> None:
         else:
             draft.put("pg_clip", both, f"algorithm.clip_{side}", float)
             draft.skip_rest([f"pg_clip_{side}"], "not read without use_pg_clip_range")
+    loss = str(draft.settings.get("algorithm.loss", "ppo"))
     if draft.source.get("dual_clip_loss"):
         bound, high = 1 + 2 * float(both), float(draft.settings["algorithm.clip_high"])
-        if bound > 1 + high:
+        if loss == "gspo":
+            draft.lose("dual_clip_loss", True, "loss=gspo has no second clip")
+        elif loss != "ppo":
+            draft.skip("dual_clip_loss", True, f"not read there with loss {loss}")
+        elif bound > 1 + high:
             draft.set("dual_clip_loss", True, "algorithm.args.dual_clip", bound)
         else:
             why = f"its bound {bound:g} lies within clip_high={high:g}, where it never acts"
@@ -202,7 +207,7 @@ def clips(draft: Draft) -> None:
         why = "there before whitening, here after all else"
         draft.set("reward_clip", most, "algorithm.advantage_clip", float(most), why)
     elif most is not None:
-        draft.drop("reward_clip", most, "advantages are clipped by advantage_clip; rewards are not clipped here")
+        draft.lose("reward_clip", most, "advantages are clipped by advantage_clip; rewards are not clipped here")
 
 
 def correction(draft: Draft) -> None:
@@ -215,12 +220,12 @@ def correction(draft: Draft) -> None:
         mean = f"{level}: the geometric mean over an episode or call is taken"
         why = "" if level in ("token", "geometric") else mean
         ours = "token" if level == "token" else "sequence"
-        draft.set(f"{at}is_weight.weight_type", level, f"{weights}level", ours, why)
+        draft.say(f"{at}is_weight.weight_type", level, f"{weights}level", ours, why)
         if level == "segment":
             draft.settings["algorithm.args.sequence"] = "call"
     filters = [one for one in draft.source.get(f"{at}filters") or [] if one.get("enabled")]
     if filters and f"{weights}kind" in draft.settings:
-        draft.drop(f"{at}filters", filters, "one guard at a time: the weight is kept, the filters are not")
+        draft.lose(f"{at}filters", filters, "one guard at a time: the weight is kept, the filters are not")
     elif filters:
         first = filters[0]
         why = "" if len(filters) == 1 and not first.get("diff_enabled") else "the first filter's ratios alone"
@@ -229,7 +234,12 @@ def correction(draft: Draft) -> None:
         draft.settings[f"{weights}high"] = float(first.get("ratio_high", 1.2))
         if first.get("agg_type", "token") != "token":
             draft.settings[f"{weights}level"] = "sequence"
-    draft.skip_rest([key for key in draft.source if key.startswith(at)], "off, or as it is here")
+    off = [f"{at}{key}" for key in ("is_weight.enabled", "is_weight.weight_type", "is_weight.upper_bound", "filters")]
+    draft.skip_rest(off, "off")
+    detach = f"{at}is_weight.detach"
+    if draft.source.get(detach) is False:
+        draft.lose(detach, False, "no gradient flows through the weights")
+    draft.skip_rest([detach], "as it is here")
 
 
 def penalties(draft: Draft) -> None:

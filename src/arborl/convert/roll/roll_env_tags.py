@@ -15,7 +15,7 @@ class EnvTag:
     """An environment tag. Its settings are kept under temporary paths until their final path is known.
 
     Kept are `env`, `args.NAME`, `rows.NAME` (where its tasks are rows), `agent`, `agent_args.NAME`, `tool_args.NAME`,
-    `max_steps`, `max_tokens`, `system`, `template` and `pattern`.
+    `max_steps`, `max_tokens`, `system`, `instruction`, `template` and `pattern`.
     """
 
     draft: Draft
@@ -45,8 +45,8 @@ class EnvTag:
         else:
             self.default(key, otherwise, what, ours)
 
-    def drop(self, key: str, why: str) -> None:
-        self.draft.drop(self.at + key, self.keys.get(key), why)
+    def lose(self, key: str, why: str) -> None:
+        self.draft.lose(self.at + key, self.keys.get(key), why)
 
     def skip(self, key: str, why: str) -> None:
         self.draft.skip(self.at + key, self.keys.get(key), why)
@@ -81,21 +81,31 @@ SHOP = {"num_products": ("products", 1000), "human_goals": ("human", False), "fo
 Table = Mapping[str, tuple[str, Any]]
 """Their argument, ours, and what they do without it."""
 MADE = "products are made, 1,000 of them; env_config.file_path (env.args.data) names WebShop's own"
+NATIVE = "the same puzzle; the message of a turn has Arbor's words"
+SANDBOX = "the puzzle itself, without their container, which does not say its size: 6 × 6 with one box"
 GAMES: dict[str, tuple[str, str, Table]] = {
     "frozen_lake": ("frozen_lake", "", LAKE), "sokoban": ("sokoban", "", SOKOBAN), "webshop": ("shop", MADE, SHOP),
+    "sokoban_native_env": ("sokoban", NATIVE, {"num_boxes": ("boxes", 1), "format_penalty": ("format_penalty", -0.1)}),
+    "sokoban_sandbox": ("sokoban", SANDBOX, {}),
 }  # fmt: skip
 """Their kind, ours, what differs, and the arguments."""
+ROOMS = {"sokoban": [10, 10], "sokoban_native_env": [6, 6], "sokoban_sandbox": [6, 6]}
+"""Sizes of rooms by default."""
 UNREAD = {
-    "action_pattern": "read with the tag's templates",
+    "env_config.action_pattern": "read with the tag's templates",
     "use_thread_lock": "environments do not wait for one another here",
     "max_env_step_concurrent": "rollout.concurrency bounds the episodes in flight",
     "agent_runner_cls": "none",
-    "max_steps": "the tag's own max_steps is what ends an episode",
-    "env_instruction": "the environment says its own rules; env.prompt says the rest",
-    "observation_mode": "pages are text",
-    "seed": "one seed decides the run",
+    "env_config.max_steps": "the tag's own max_steps is what ends an episode",
+    "env_config.observation_mode": "pages are text",
+    "env_config.seed": "one seed decides the run",
+    "env_config.base_url": "no service is needed",
+    "env_config.server_start_timeout": "no service is needed",
+    "pre_step_template": "only the manager for images reads it",
+    "next_step_template": "only the manager for images reads it",
+    "history_length": "only managers of steps read it",
 }
-SHOWN = "what the model sees is drawn in our own signs and words"
+"""Keys of a tag that need no counterpart."""
 BOXED = "compared by rule, number by number, and not by math_verify's symbols"
 ROWS = {
     "math": ("equal", BOXED), "roll_math": ("equal", BOXED), "eval": ("equal", BOXED),
@@ -109,14 +119,11 @@ QA = {
     "args": {"match": "exact", "wrong": 0.0, "invalid": 0.0, "exceeded": 0.0, "too_few_turns": 0.0},
 }
 REMEDIES = {
-    "sokoban_sandbox": "the same puzzle behind a service. Write env_type: sokoban for the puzzle itself",
     "sokoban_mcp": "the same puzzle behind an MCP server. Write env_type: sokoban for the puzzle itself",
     "sokoban_tool_call": "the same puzzle with moves as tool calls. Write env_type: sokoban for moves as text",
-    "sokoban_native_env": "the same puzzle in another layout of messages. Write env_type: sokoban and env_manager_cls: "
-    "…StepEnvManager for steps with a history",
     "rock_tb_native_env": "tasks in containers of the ROCK service, which is not here",
     "openreward_env": "tasks of the OpenReward service, which is not here",
-    "atropos_env": "tasks of an Atropos server, which is not here",
+    "atropos_env": "environments of the package Atropos, which is not here",
     "deepeyes": "questions about images, and models see text only here",
     "cli_env": "tasks at a command line behind a service, which is not here",
 }
@@ -139,8 +146,11 @@ def fill(tag: EnvTag, ours: str | None) -> bool:
         tag.set("env_type", "env", name, why)
         _take(tag, arguments)
         if kind == "webshop" and tag.keys.get("env_config.file_path") is not None:
-            tag.set("env_config.file_path", "args.data", tag.keys["env_config.file_path"])
-        return kind != "sokoban" or _room(tag)
+            file = str(tag.keys["env_config.file_path"])
+            folder = file.rpartition("/")[0] or "." if file.endswith(".json") else file
+            why = "the folder of the file, with its attributes and instructions" if folder != file else ""
+            tag.set("env_config.file_path", "args.data", folder, why)
+        return kind not in ROOMS or _room(tag, ROOMS[kind])
     if family == "game" and game:
         why = "TextArena's game, whose words and rewards are not GEM's; needs pip install 'arborl[textarena]'"
         name = {"TowerofHanoi-v0": "TowerOfHanoi-v0"}.get(game, game)
@@ -182,23 +192,69 @@ def _take(tag: EnvTag, table: Table) -> None:
         tag.set(key, "args.max_steps", int(most), why)
     elif most is not None:
         tag.default("max_steps", int(most), "args.max_steps", int(most))
-    for name in tag.keys:
-        if name.startswith(SIGNS):
-            tag.drop(name, SHOWN)
+    _instruction(tag, _signs(tag))
 
 
-SIGNS = tuple(f"env_config.{name}" for name in ("grid_lookup", "grid_vocab", "action_lookup", "map_lookup"))
+CELLS = {
+    "frozen_lake": ("player", "ice", "hole", "goal", "player_in_hole", "player_on_goal"),
+    "sokoban": ("wall", "floor", "target", "box_on_target", "box", "player", "player_on_target"),
+}
+"""Our names of cells, in the order of their numbers in `grid_lookup`."""
 
 
-def _room(tag: EnvTag) -> bool:
+def _signs(tag: EnvTag) -> dict[str, str]:
+    """The signs of cells: `grid_lookup`. `grid_vocab` has the words for them in the rules."""
+    cells = CELLS.get(str(tag.get("env")), ())
+    lookup = {key: str(sign) for key, sign in tag.keys.items() if key.startswith("env_config.grid_lookup.")}
+    by_number = {key.rpartition(".")[2]: sign for key, sign in lookup.items()}
+    signs = {cell: by_number[str(number)] for number, cell in enumerate(cells) if str(number) in by_number}
+    for key in tag.keys:
+        name = key.removeprefix("env_config.").partition(".")[0]
+        if key in lookup and signs:
+            tag.set(key, "args.symbols", signs)
+        elif name in ("grid_lookup", "grid_vocab", "action_lookup", "map_lookup") and tag.keys[key] is None:
+            tag.skip(key, "null: not given")
+        elif name == "grid_vocab" and signs:
+            tag.set(key, "args.symbols", signs, "the rules name the cells in Arbor's words")
+        elif name in ("grid_lookup", "grid_vocab", "map_lookup"):
+            tag.lose(key, "the board has Arbor's signs and words: env.args.symbols")
+        elif name == "action_lookup" and str(tag.keys[key]) in MOVES:
+            tag.skip(key, "moves have these names here")
+        elif name == "action_lookup":
+            tag.lose(key, f"moves are called {', '.join(MOVES)}")
+    return signs
+
+
+MOVES = ("Left", "Down", "Right", "Up")
+
+
+def _instruction(tag: EnvTag, signs: Mapping[str, str]) -> None:
+    """Rules in their words. ROLL adds signs and moves to them."""
+    key = "env_config.env_instruction"
+    text, kind = tag.keys.get(key), str(tag.get("env"))
+    if text is None:
+        return
+    if kind not in CELLS:
+        tag.set(key, "instruction", str(text))
+        return
+    from arborl.envs.games import frozen_lake, sokoban
+
+    usual = {"frozen_lake": frozen_lake.SYMBOLS, "sokoban": sokoban.SYMBOLS}[kind]
+    cells = ", ".join(f"{sign} {cell.replace('_', ' ')}" for cell, sign in {**usual, **signs}.items())
+    ours = f"{text}\nOn the board: {cells}.\nMoves: {', '.join(MOVES)}."
+    tag.set(key, "instruction", ours, "with signs and moves in Arbor's words")
+
+
+def _room(tag: EnvTag, usual: list[int]) -> bool:
     key = "env_config.dim_room"
-    room = tag.keys.get(key, [10, 10])
+    room = tag.keys.get(key, usual)
     if not isinstance(room, list) or len(set(room)) != 1:
         return tag.refuse(key, "rooms are square here. Write dim_room: [N, N].")
     tag.take(key, room, "args.size", int(room[0]))
+    tag.default("env_config", "the outer wall is shown", "args.border", True)
     if "env_config.search_depth" in tag.keys:
         why = "puzzles are made by pulling boxes, and solved to be sure; see env.args.pulls"
-        tag.drop("env_config.search_depth", why)
+        tag.lose("env_config.search_depth", why)
     return True
 
 
@@ -252,5 +308,5 @@ def _tools(tag: EnvTag) -> bool:
         key = f"tool_wrapper.wrapper_args.{name}"
         if key in tag.keys:
             worth = "a tool call is worth nothing by itself here; add a reward of your own to rewards"
-            (tag.drop if tag.keys[key] else tag.skip)(key, worth if tag.keys[key] else "0, as here")
+            (tag.lose if tag.keys[key] else tag.skip)(key, worth if tag.keys[key] else "0, as here")
     return True

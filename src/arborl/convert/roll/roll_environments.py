@@ -11,7 +11,10 @@ from arborl.convert.roll.roll_env_tags import EnvTag
 from arborl.errors import did_you_mean
 
 NAME = re.compile(r"[\w -]+")
-MANAGERS = {"TrajEnvManager": "chat", "StepEnvManager": "step", "StepConcatEnvManager": "step"}
+MANAGERS = {
+    "TrajEnvManager": "chat", "StepEnvManager": "step", "StepConcatEnvManager": "step",
+    "AgentNativeStepEnvManager": "chat",
+}  # fmt: skip
 RUNNERS = {"GEMRunner": "chat"}
 PROMPTS = {
     "agent_system_template": "system", "agent_template": "template", "env_config.action_pattern": "pattern",
@@ -19,7 +22,8 @@ PROMPTS = {
 PLACES = {
     "env": "env.name", "args": "env.args", "rows": "", "agent": "agent.name", "agent_args": "agent.args",
     "tool_args": "agent.tool_args", "max_steps": "rollout.max_turns", "max_tokens": "sampling.max_tokens",
-    "system": "agent.system", "template": "env.prompt.observation", "pattern": "env.prompt.action_pattern",
+    "system": "agent.system", "instruction": "env.prompt.instruction", "template": "env.prompt.observation",
+    "pattern": "env.prompt.action_pattern",
 }  # fmt: skip
 """What is kept of a tag, below `data.sources.TAG`, or of the run if there is one tag."""
 
@@ -35,6 +39,7 @@ def environments(draft: Draft) -> list[EnvTag]:
     for name in sorted(known - set(found)):
         unused = [key for key in draft.source if key.startswith(f"custom_envs.{name}.")]
         draft.skip_rest(unused, "not among the tags of training or validation")
+    _definitions(draft)
     tags = [tag for tag in found.values() if tag is not None]
     if draft.problems:
         return []
@@ -50,6 +55,14 @@ def environments(draft: Draft) -> list[EnvTag]:
     why = "the shares are ratios of sources, and one alone has the whole batch; rows need no worker"
     draft.skip_rest(rest, why)
     return trained
+
+
+def _definitions(draft: Draft) -> None:
+    """Sections of environments that `custom_envs` may refer to, and that ROLL does not read by themselves."""
+    parts = [key.split(".") for key in draft.source if key.endswith(".env_type")]
+    heads = {part[0] for part in parts if len(part) == 3} - {"custom_envs"}
+    defined = [key for key in draft.source if key.partition(".")[0] in heads]
+    draft.skip_rest(defined, "definitions of environments; those of custom_envs are played")
 
 
 def _tag(draft: Draft, name: str, known: set[str]) -> EnvTag | None:
@@ -70,17 +83,32 @@ def _tag(draft: Draft, name: str, known: set[str]) -> EnvTag | None:
         return None
     _agent(tag)
     _limits(tag)
-    for key, what in PROMPTS.items():
-        if own.get(key) is not None and what == "template" and any(f"{{{name}}}" in str(own[key]) for name in HISTORY):
-            tag.drop(key, "puts the last turns into one text, {history}: they are messages here, and shown anyway")
-        elif own.get(key) is not None:
-            tag.set(key, what, own[key])
+    _prompts(tag)
     for key in own:
-        if tag.at + key not in draft.accounted():
-            last = key.rpartition(".")[2]
-            say = tag.skip if last in env_tags.UNREAD else tag.drop
-            say(key, env_tags.UNREAD.get(last, "no counterpart in this environment"))
+        if tag.at + key in draft.accounted():
+            continue
+        if key in env_tags.UNREAD:
+            tag.skip(key, env_tags.UNREAD[key])
+        elif (key, own[key]) == ("env_config.render_mode", "text"):
+            tag.skip(key, "boards are text")
+        else:
+            tag.lose(key, "no counterpart in this environment")
     return tag
+
+
+def _prompts(tag: EnvTag) -> None:
+    native = str(tag.keys.get("env_manager_cls")).endswith("AgentNativeStepEnvManager")
+    for key, what in PROMPTS.items():
+        text = tag.keys.get(key)
+        if text is None:
+            if key in tag.keys:
+                tag.skip(key, "null: not given")
+        elif native and what != "pattern":
+            tag.skip(key, "AgentNativeStepEnvManager does not read it")
+        elif what == "template" and any(f"{{{name}}}" in str(text) for name in HISTORY):
+            tag.lose(key, "puts the last turns into one text, {history}: they are messages here, and shown anyway")
+        else:
+            tag.set(key, what, text)
 
 
 def _agent(tag: EnvTag) -> None:
@@ -94,9 +122,14 @@ def _agent(tag: EnvTag) -> None:
     ours = uses.get(runner) or RUNNERS.get(runner) or uses.get(manager) or MANAGERS.get(manager)
     if ours is None:
         own = f"Write one of your own (docs/agents.md) and say so: --use {manager}=package.module:Agent."
+        if manager.startswith("VL"):
+            tag.refuse("env_manager_cls", f"shows images, and models see text only here. {own}")
+            return
         tag.refuse("env_manager_cls", f"no such agent here. Known: {', '.join(MANAGERS)}. {own}")
         return
-    if tag.get("agent"):  # tools made it another one
+    if tag.get("agent"):
+        if "env_manager_cls" in tag.keys:
+            tag.set("env_manager_cls", "agent", tag.get("agent"), "the tools decide the agent")
         return
     if runner:
         tag.set("agent_runner_cls", "agent", ours)
@@ -176,7 +209,7 @@ def _validation(draft: Draft, tags: list[str], val: list[str]) -> None:
         draft.default("val_env_manager.tags", None, "evaluation.tasks", 0)
         return
     if batch < 0:
-        draft.drop("val_batch_size", batch, "a whole data set cannot be evaluated: as many tasks as there are groups")
+        draft.lose("val_batch_size", batch, "a whole data set cannot be evaluated: as many tasks as there are groups")
         batch = slots * size
     tasks = max(batch // size, len(val))
     parts = dict(zip(val, divided(draft, "val_env_manager", len(val), tasks), strict=True))
@@ -238,4 +271,4 @@ def _drop_validation(draft: Draft) -> None:
     held = "held-out tasks are those of the same sources, evaluation.tasks of them"
     for key in ("tags", "num_groups_partition", "num_env_groups", "group_size"):
         if f"val_env_manager.{key}" in draft.source:
-            draft.drop(f"val_env_manager.{key}", draft.source[f"val_env_manager.{key}"], held)
+            draft.lose(f"val_env_manager.{key}", draft.source[f"val_env_manager.{key}"], held)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from arborl.convert.devices import DeviceRequest
 from arborl.convert.draft import Draft, names
 
 TYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 SCHEDULES = {
     "linear": "linear", "cosine": "cosine", "constant": "none", "constant_with_warmup": "constant_with_warmup",
 }  # fmt: skip
-RANGE = re.compile(r"list\(\s*range\(\s*(?:(\d+)\s*,)?\s*(\d+)\s*\)\s*\)")
+GPUS = re.compile(r"list\(\s*range\(\s*(?:(\d+)\s*,)?\s*(\d+)\s*(?:,\s*(\d+)\s*)?\)\s*\)|\[([\d\s,]*)\]")
+"""A part of `device_mapping`; parts are added: `list(range(0,4)) + [6, 7]`."""
 SAMPLING = {
     "temperature": (0.95, "temperature"), "top_p": (0.7, "top_p"), "top_k": (50, "top_k"),
     "max_new_tokens": (8192, "max_tokens"),
@@ -22,20 +24,29 @@ SAMPLING = {
 def model(draft: Draft, role: str, name: str) -> None:
     """The policy: `name` is the key of its weights, `role` the worker that trains it."""
     at = f"{role}.model_args."
-    own = draft.source.get(f"{at}model_name_or_path") or draft.source.get(name)
+    own = draft.source.get(name)
+    if own is None or _names_all(draft, role):
+        own = draft.source.get(f"{at}model_name_or_path") or own
     if own is None:
         draft.refuse(name, None, f"names no model. Write {name}: MODEL.")
         return
     for key in (name, f"{at}model_name_or_path"):
         if key in draft.source:
-            draft.set(key, own, "model.name", own)
+            why = "" if draft.source[key] in (own, None) else "another key names the model, and goes before it"
+            draft.set(key, draft.source[key], "model.name", own, why)
     dtype = draft.source.get(f"{at}dtype") or "bf16"
     if dtype not in TYPES:
-        draft.drop(f"{at}dtype", dtype, f"no such type. Known: {', '.join(TYPES)}")
+        draft.lose(f"{at}dtype", dtype, f"no such type. Known: {', '.join(TYPES)}")
     else:
         draft.say(f"{at}dtype", "bf16", "model.dtype", TYPES[dtype])
     draft.put(f"{at}disable_gradient_checkpointing", False, "learner.recompute", lambda off: not off)
     lora(draft, at)
+
+
+def _names_all(draft: Draft, role: str) -> bool:
+    """Whether models of single workers count: ROLL takes `pretrain` unless the policy and the reference name one."""
+    roles = ("actor_train", "actor_infer", "reference") if role == "actor_train" else (role,)
+    return all(draft.source.get(f"{one}.model_args.model_name_or_path") for one in roles)
 
 
 def lora(draft: Draft, at: str) -> None:
@@ -66,7 +77,7 @@ def optimiser(draft: Draft, role: str) -> None:
     if schedule in SCHEDULES:
         draft.say(f"{at}lr_scheduler_type", "linear", "learner.decay", SCHEDULES[schedule])
     else:
-        draft.drop(f"{at}lr_scheduler_type", schedule, f"no such schedule here. Known: {', '.join(SCHEDULES)}")
+        draft.lose(f"{at}lr_scheduler_type", schedule, f"no such schedule here. Known: {', '.join(SCHEDULES)}")
     if f"{at}warmup_steps" in draft.source:
         draft.put(f"{at}warmup_steps", None, "learner.warmup")
     ratio = draft.source.get(f"{at}warmup_ratio")
@@ -84,14 +95,8 @@ def optimiser_batch(draft: Draft, role: str) -> tuple[int, int | None]:
     across = draft.whole(f"{role}.model_args.ulysses_size", 1)
     for kind in ("tensor_model", "pipeline_model", "context"):
         across *= draft.whole(f"{role}.strategy_args.strategy_config.{kind}_parallel_size", 1)
-    mapping = draft.source.get(f"{role}.device_mapping")
-    if isinstance(mapping, list):
-        devices = len(mapping)
-    elif isinstance(mapping, str) and (found := RANGE.search(mapping)):
-        devices = int(found[2]) - int(found[1] or 0)
-    else:
-        return rows, None
-    return rows, max(devices // across, 1)
+    numbers = gpu_numbers(draft.source.get(f"{role}.device_mapping"))
+    return rows, max(len(numbers) // across, 1) if numbers else None
 
 
 def minibatches(draft: Draft, role: str, episodes: int, tasks: int, steps: bool) -> None:
@@ -121,8 +126,9 @@ def sampling(draft: Draft, at: str, into: str) -> None:
         if name == "top_k":
             value = max(int(theirs), 0)
         greedy = name == "temperature" and (draft.source.get(f"{at}do_sample") is False or float(theirs) == 0)
+        value = 0.0 if greedy else value
         if greedy and into == "sampling":
-            draft.drop(key, theirs, "training needs chance: temperature is 1 here")
+            draft.lose(key, theirs, "training needs chance: temperature is 1 here")
         elif key not in draft.accounted() and key in draft.source:
             draft.set(key, theirs, f"{into}.{ours}", value)
         elif key not in draft.accounted():
@@ -133,4 +139,99 @@ def sampling(draft: Draft, at: str, into: str) -> None:
     for name, usual in neutral.items():
         if (value := draft.source.get(f"{at}{name}")) is not None:
             same = value == usual
-            (draft.skip if same else draft.drop)(f"{at}{name}", value, "as it is here" if same else f"no {name} here")
+            (draft.skip if same else draft.lose)(f"{at}{name}", value, "as it is here" if same else f"no {name} here")
+
+
+# ------------------------------------------------------------------------------------------------ devices
+
+
+TRAINERS = ("student_train", "actor_train", "sft_train", "student")
+SAMPLERS = ("student_infer", "actor_infer")
+PARALLEL = tuple(
+    f"strategy_args.strategy_config.{kind}"
+    for kind in (
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+        "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "fsdp_size", "efsdp_size",
+        "ep_size", "tp_size", "pp_size", "use_distributed_optimizer", "sequence_parallel", "zero_optimization.stage",
+        "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+        "pipeline_model_parallel_layout",
+    )
+)  # fmt: skip
+ZERO = re.compile(r"\$\{\s*deepspeed_zero(\d?)(_cpuoffload)?\s*\}")
+"""A reference to one of ROLL's former DeepSpeed fragments, by its name."""
+OFFLOAD = ("offload_policy", "zero_optimization.offload_param.device", "optimizer_cpu_offload")
+
+
+def gpu_numbers(mapping: Any) -> list[int]:
+    """GPUs of a `device_mapping`; empty where it cannot be read."""
+    if isinstance(mapping, list):
+        return [int(one) for one in mapping if str(one).isdigit()]
+    text = str(mapping or "")
+    if GPUS.sub("", text).strip("+ "):
+        return []
+    found: list[int] = []
+    for start, stop, step, listed in GPUS.findall(text):
+        found += (
+            [int(one) for one in listed.split(",") if one.strip()]
+            if not stop
+            else range(int(start or 0), int(stop), int(step or 1))
+        )
+    return found
+
+
+def devices(draft: Draft) -> DeviceRequest:
+    """GPUs of the worker that trains and of the one that samples."""
+    source = draft.source
+    train, infer = (
+        next((role for role in roles if draft.below(f"{role}.")), roles[-1]) for roles in (TRAINERS, SAMPLERS)
+    )
+    learner = gpu_numbers(source.get(f"{train}.device_mapping"))
+    engines = gpu_numbers(source.get(f"{infer}.device_mapping"))
+    at = f"{infer}.strategy_args.strategy_"
+    strategy, offload = _strategy(draft, f"{train}.strategy_args.")
+    name = str(source.get(f"{at}name") or "")
+    split = source.get(f"{at}config.tensor_parallel_size") or source.get(f"{at}config.tp_size") or 1
+    layers = source.get(f"{at}config.pipeline_parallel_size") or 1
+    share = source.get(f"{at}config.gpu_memory_utilization") or source.get(f"{at}config.mem_fraction_static")
+    count, per_node = max(len(learner), 1), source.get("num_gpus_per_node")
+    separate = bool(engines) and not set(engines) & set(learner)
+    needed = max([*learner, *engines, 0]) + 1
+    return DeviceRequest(
+        learner=count,
+        nodes=-(-needed // per_node) if isinstance(per_node, int) and per_node > 0 else 1,
+        strategy=strategy,
+        offload=offload,
+        engine=name if name in ("vllm", "sglang") else "",
+        engines=range(count, count + len(engines)) if separate else (),
+        split=int(split) * int(layers) if str(split).isdigit() and str(layers).isdigit() else 1,
+        memory_share=float(share) if isinstance(share, int | float) else None,
+        keys={
+            "learner": (f"{train}.device_mapping", "num_gpus_per_node", "num_nodes"),
+            "strategy": tuple(f"{train}.strategy_args.strategy_{key}" for key in ("name", "config")),
+            "parallel": (*(f"{train}.{key}" for key in PARALLEL), f"{train}.model_args.ulysses_size"),
+            "offload": tuple(f"{train}.strategy_args.strategy_config.{key}" for key in OFFLOAD),
+            "engine": (f"{at}name", f"{at}config"),
+            "split": (
+                *(f"{at}config.{key}" for key in ("tensor_parallel_size", "tp_size", "pipeline_parallel_size")),
+                f"{infer}.num_gpus_per_worker",
+            ),
+            "memory_share": tuple(f"{at}config.{key}" for key in ("gpu_memory_utilization", "mem_fraction_static")),
+            "mapping": (f"{infer}.device_mapping",),
+        },
+    )
+
+
+def _strategy(draft: Draft, at: str) -> tuple[str, str]:
+    """How the learner is sharded, and what it offloads."""
+    config = f"{at}strategy_config"
+    given = draft.below(f"{config}.")
+    name = re.sub(r"_(train|infer)$", "", str(draft.source.get(f"{at}strategy_name") or "ddp"))
+    stage = given.get("zero_optimization.stage")
+    offload = "all" if given.get(OFFLOAD[0]) or given.get(OFFLOAD[1]) not in (None, "none") else "none"
+    if offload == "none" and given.get(OFFLOAD[2]):
+        offload = "optimizer"
+    if fragment := ZERO.fullmatch(str(draft.source.get(config))):
+        stage, offload = int(fragment[1] or 0), "all" if fragment[2] else offload
+    if name == "deepspeed":
+        name = f"zero{stage}" if stage in (1, 2, 3) else "ddp"
+    return (name if name in ("fsdp2", "megatron", "zero1", "zero2", "zero3") else "ddp"), offload

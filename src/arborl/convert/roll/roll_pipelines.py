@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from arborl.convert.draft import Draft
+from arborl.convert.reading.training_scripts import START
 from arborl.convert.roll import roll_algorithm as algorithm
 from arborl.convert.roll import roll_learner as learner
 from arborl.convert.roll import roll_rewards as rewards
@@ -17,10 +18,20 @@ from arborl.convert.roll import roll_supervised as supervised
 from arborl.convert.roll.roll_environments import environments
 from arborl.convert.roll.roll_key_table import PREFIXES as PREFIXES
 from arborl.convert.roll.roll_key_table import TABLE as TABLE
+from arborl.errors import ConfigError
+
+STARTS = {
+    "start_agentic_pipeline.py": "agentic", "start_agentic_rollout_pipeline.py": "agentic",
+    "start_rlvr_pipeline.py": "rlvr", "start_rlvr_rollout_pipeline.py": "rlvr", "start_sft_pipeline.py": "sft",
+    "start_dpo_pipeline.py": "dpo", "start_distill_pipeline.py": "distill",
+}  # fmt: skip
+"""Scripts that start a pipeline; others are known by the keys of the file."""
 
 
-def pipeline(keys: Collection[str]) -> str:
+def pipeline(keys: Collection[str], started: str = "") -> str:
     """`agentic`, `rlvr`, `sft`, `dpo` or `distill`."""
+    if started in STARTS:
+        return STARTS[started]
     heads = {key.partition(".")[0] for key in keys}
     if heads & {"train_env_manager", "custom_envs", "val_env_manager"}:
         return "agentic"
@@ -39,11 +50,27 @@ def convert_all(draft: Draft) -> None:
     """Everything but what the tables say of single keys."""
     if not draft.source:
         return
+    heads = {key.partition(".")[0] for key in draft.source}
+    if not heads & {key.partition(".")[0] for key in TABLE}:
+        some = ", ".join(sorted(heads)[:4])
+        raise ConfigError(
+            f"{some}: definitions for other files, and no pipeline. Give a file that names it in defaults."
+        )
     for key, value in draft.source.items():
         if key.endswith(("image_folder", "video_folder", "audio_folder", "custom_data_kwargs_func")) and value:
             draft.refuse(key, value, "models see text only here: no images, videos or sound.")
-    STAGES[pipeline(draft.source)](draft)
+    started = str(draft.source.get(START, ""))
+    if "_vl_" in started:
+        draft.refuse(START, started, "a pipeline for images, and models see text only here.")
+        return
+    STAGES[pipeline(draft.source, started)](draft)
     draft.put("seed", 42, "seed")
+
+
+def absent_fragment(draft: Draft, key: str, value: object) -> None:
+    """DeepSpeed's fragments, which ROLL's examples had once, define nothing but a stage of ZeRO."""
+    why = "a file that is not there; the stage of ZeRO is taken from its name where a strategy_config refers to it"
+    draft.lose(key, value, why)
 
 
 def agentic(draft: Draft) -> None:
@@ -53,11 +80,12 @@ def agentic(draft: Draft) -> None:
     _sampling(draft, infer)
     if draft.problems:
         return
-    environments(draft)
+    trained = environments(draft)
     if draft.problems:
         return
+    by_turn = any("Step" in str(tag.keys.get("env_manager_cls")) for tag in trained)
     tasks, size = (int(draft.settings[f"rollout.{name}"]) for name in ("tasks_per_step", "group_size"))
-    _train(draft, train, tasks, size, draft.settings.get("agent.name") == "step", rows=False)
+    _train(draft, train, tasks, size, by_turn, rows=False)
 
 
 def rlvr(draft: Draft) -> None:
@@ -67,6 +95,10 @@ def rlvr(draft: Draft) -> None:
         draft.put("eval_steps", 10, "evaluation.every", lambda steps: max(int(steps), 0))
     learner.sampling(draft, f"{infer}.generating_args.", "sampling")
     prompt = int(draft.source.get("prompt_length") or 1024)
+    if prompt >= draft.settings["sampling.max_context"]:
+        why = f"leaves no room for an answer in sequence_length={draft.settings['sampling.max_context']}. Write less."
+        draft.refuse("prompt_length", prompt, why)
+        return
     draft.settings["sampling.max_tokens"] = draft.settings["sampling.max_context"] - prompt
     if draft.below("validation.generating_args."):
         learner.sampling(draft, "validation.generating_args.", "evaluation.sampling")
@@ -103,7 +135,8 @@ def _train(draft: Draft, train: str, tasks: int, size: int, steps: bool, rows: b
     learner.minibatches(draft, train, tasks * size, tasks, steps)
     hung = draft.whole("env_monitor.hung_timeout", 3600)
     for path in ("rollout.episode_seconds", "rollout.step_seconds"):
-        draft.default("env_monitor.hung_timeout", hung, path, float(hung))
+        why = "an episode ends then; there it is logged" if "env_monitor.hung_timeout" in draft.source else ""
+        draft.say("env_monitor.hung_timeout", hung, path, float(hung), why)
 
 
 def length(draft: Draft) -> None:
@@ -118,7 +151,7 @@ def length(draft: Draft) -> None:
             draft.set(key, draft.source[key], "sampling.max_context", total)
     for key in ("val_prompt_length", "val_sequence_length"):
         if key in draft.source:
-            draft.drop(key, draft.source[key], "held-out tasks have the same room: sampling.max_context")
+            draft.lose(key, draft.source[key], "held-out tasks have the same room: sampling.max_context")
 
 
 def _sampling(draft: Draft, infer: str) -> None:

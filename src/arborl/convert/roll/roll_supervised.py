@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
+from arborl.convert.common_rules import VISION_MODEL
 from arborl.convert.draft import Draft, one_or_all, paths
 from arborl.convert.roll import roll_learner as learner
 
-VISION_MODEL = re.compile(r"[-_](?:VL|Omni)\b", re.IGNORECASE)
-"""Names of models that are trained on images."""
 OBJECTIVE = (
     "logits_topk", "kd_temperature", "teacher_temperature", "adaptive_kl_alpha", "skew_lambda", "distill_on_prompt",
 )  # fmt: skip
@@ -27,7 +24,7 @@ def sft(draft: Draft) -> None:
         ("system_key", "agent.system is one text for all rows"),
     ):
         if draft.source.get(key):
-            draft.drop(key, draft.source[key], why)
+            draft.lose(key, draft.source[key], why)
 
 
 def dpo(draft: Draft) -> None:
@@ -42,7 +39,7 @@ def dpo(draft: Draft) -> None:
             draft.put(f"{column}_key", column, f"data.fields.{column}")
         draft.skip_rest([f"{column}_key"], "the column has that name here too")
     if (smooth := draft.source.get("label_smoothing")) is not None:
-        draft.drop("label_smoothing", smooth, "0, as here" if not smooth else "no smoothing of labels here")
+        (draft.lose if smooth else draft.skip)("label_smoothing", smooth, "no smoothing of labels here")
 
 
 def distill(draft: Draft) -> None:
@@ -63,11 +60,11 @@ def distill(draft: Draft) -> None:
     weight = draft.number("distill_loss_weight", 0.5)
     if weight < 1:
         why = f"the rest, {1 - weight:g}, is the loss of given answers there: see demonstrations"
-        draft.drop("distill_loss_weight", weight, why)
+        draft.lose("distill_loss_weight", weight, why)
     unread = dict.fromkeys(OBJECTIVE, "part of kd_objective")
     for key, why in {"answer_key": "given answers are not read: see kd_objective", **unread}.items():
         if key in draft.source:
-            draft.drop(key, draft.source[key], why)
+            draft.lose(key, draft.source[key], why)
     draft.skip_rest(["logits_transfer_backend"], "one process, nothing is sent")
 
 
@@ -90,7 +87,7 @@ def _learn(draft: Draft, role: str, model: str, name: str) -> None:
     if held := draft.source.get("validation.data_args.file_name"):
         if set(paths(held)) & set(files):
             why = "rows that are trained on: a tenth of them is held out instead"
-            draft.drop("validation.data_args.file_name", held, why)
+            draft.lose("validation.data_args.file_name", held, why)
         else:
             draft.set("validation.data_args.file_name", held, "data.evaluation_path", one_or_all(paths(held)))
     learner.optimiser(draft, role)
@@ -105,5 +102,5 @@ def _learn(draft: Draft, role: str, model: str, name: str) -> None:
     else:
         draft.put(epochs, 1, "trainer.epochs", lambda passes: max(round(float(passes)), 1))
         if "max_steps" in draft.source:
-            draft.drop("max_steps", draft.source["max_steps"], "passes over the rows decide there")
+            draft.lose("max_steps", draft.source["max_steps"], "passes over the rows decide there")
     save_interval(draft)

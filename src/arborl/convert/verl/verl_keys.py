@@ -6,16 +6,12 @@ through the rule of its key, as if the script had set it, and is written out whe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from arborl.agents import VERL_AGENT_NAMES
-from arborl.config.algorithm_config import AlgorithmConfig
-from arborl.config.run_config import RunConfig
 from arborl.convert.common_rules import (
-    ENGINE,
     MICRO,
-    REFERENCE,
     Rule,
     choice,
     folder,
@@ -30,31 +26,34 @@ from arborl.convert.common_rules import (
     together,
     unless,
     when,
+    write_defaults,
 )
 from arborl.convert.draft import Draft
+from arborl.convert.reading.source_files import SourceKeys
 from arborl.convert.verl import verl_losses as losses
 from arborl.convert.verl import verl_parts as parts
+from arborl.convert.verl import verl_rewards as scores
 from arborl.convert.verl import verl_rules as rules
+from arborl.convert.verl.verl_key_lists import EXACT, REF, WILDCARDS
 from arborl.convert.verl.verl_losses import GAE, KL_LOSS, SAPO, as_the_actor, of_critic
 from arborl.convert.verl.verl_rules import A, M, R, T
+from arborl.errors import ConfigError
 
 CORRECTION = "algorithm.rollout_correction."
 FORMATS = {"hermes": "hermes", "qwen": "hermes", "llama3_json": "llama3", "qwen3_coder": "qwen_xml"}
 LOGS = idle("every episode is written to the run's folder")
-PICTURE = refuse("rows with pictures: models that see are not trained here. Give rows of text, and a model of text.")
 FILTER = when(known("algorithm.filter_groups.enable"), losses.group_filter, "no groups are filtered")
 KL_REWARD = when(known("algorithm.use_kl_in_reward"), losses.kl_reward, "not read without use_kl_in_reward")
 WITH_KL_LOSS = idle("a KL penalty in the loss; see kl_loss_coef and kl_loss_type")
 WITHOUT_KL_LOSS = "no KL penalty in the loss, as here without algorithm.kl.coef"
 KL_TYPE = choice("algorithm.kl.estimator", losses.KL, "Write low_var_kl, kl, abs or mse.")
-GRPO, DYNAMIC = known("algorithm.adv_estimator", "grpo", "grpo_vectorized"), known(f"{A}use_dynamic_bsz")
+GRPO, DYNAMIC = known("algorithm.adv_estimator", "grpo", "grpo_vectorized", "grpo_passk"), known(f"{A}use_dynamic_bsz")
 DECAYED = "all weights there; here matrices, not norms and biases"
+ADAPTERS = "a folder of adapters knows its base, and they go on being trained"
 HAS_LORA, WITHOUT_LORA = known(f"{M}lora_rank"), "read with a lora_rank above 0 only"
 MASTER = {name: "float32" if dtype == "float32" else "none" for name, dtype in rules.DTYPES.items()}
-PLACEMENT = "the model is trained in one process; nothing is sharded or off-loaded"
-CLUSTER = "one machine is used; there is nothing to say about nodes and GPUs"
-SPEED = "changes speed or memory, and no result"
-SCORES = "rewards are functions, named in rewards"
+FILTERED_BY = ("acc", "score", "seq_reward", "seq_final_reward")
+REFILL = "groups that are left out are replaced from one larger batch: rollout.spare_groups"
 
 
 def is_vanilla(draft: Draft) -> bool:
@@ -83,7 +82,7 @@ ROWS: dict[str, Rule | tuple[Rule, Any]] = {
     "--module": rules.module,
     "--config-name": rules.configuration,
     "--config-path": idle("where the configuration lies"),
-    "data.train_files": (text("data.path"), "~/data/rlhf/gsm8k/train.parquet"),
+    "data.train_files": (text("data.path", variable="TRAIN_FILES"), "~/data/rlhf/gsm8k/train.parquet"),
     "data.val_files": (text("data.evaluation_path"), "~/data/rlhf/gsm8k/test.parquet"),
     "data.train_batch_size": (num("rollout.tasks_per_step"), 1024),
     "data.gen_batch_size": FILTER,
@@ -99,8 +98,8 @@ ROWS: dict[str, Rule | tuple[Rule, Any]] = {
     "data.document_key": unless("document_content", "documents are read from the column document_content"),
     "data.seed": num("seed"),
     "data.shuffle": (choice("data.shuffle", {"True": True, "False": False}, "Write true or false."), True),
-    "data.image_key": PICTURE,
-    "data.video_key": PICTURE,
+    "data.image_key": rules.pictures,
+    "data.video_key": rules.pictures,
     "data.custom_cls.path": refuse(
         "rows of a class of yours. Write them to a file, or name a function: data.rows=package.module:function.",
         off="null: the usual rows",
@@ -136,8 +135,10 @@ ROWS: dict[str, Rule | tuple[Rule, Any]] = {
     "algorithm.rollout_is_mode": losses.correction,
     "algorithm.rollout_is_veto_threshold": unless(None, "no token vetoes its sequence"),
     "algorithm.filter_groups.enable": FILTER,
-    "algorithm.filter_groups.metric": idle("groups are compared by their rewards"),
-    "algorithm.filter_groups.max_num_gen_batches": idle("see rollout.spare_groups"),
+    "algorithm.filter_groups.metric": unless(FILTERED_BY, "groups are compared by their rewards"),
+    "algorithm.filter_groups.max_num_gen_batches": when(
+        known("algorithm.filter_groups.enable"), no(REFILL), "no groups are filtered"
+    ),
     f"{A}policy_loss.loss_mode": (losses.loss_mode, "vanilla"),
     f"{A}loss_agg_mode": (losses.aggregation, "token-mean"),
     f"{A}clip_ratio": (losses.clip, 0.2),
@@ -153,7 +154,7 @@ ROWS: dict[str, Rule | tuple[Rule, Any]] = {
     f"{A}ppo_epochs": (num("learner.epochs"), 1),
     f"{A}ppo_mini_batch_size": (rules.minibatch, 256),
     f"{A}ppo_max_token_len_per_gpu": when(
-        DYNAMIC, num("learner.micro_batch_tokens"), "read with use_dynamic_bsz only; it changes memory, and no result"
+        DYNAMIC, rules.micro_batch, "read with use_dynamic_bsz only; it changes memory, and no result"
     ),
     f"{A}use_dynamic_bsz": idle(MICRO),
     f"{A}shuffle": unless(False, "minibatches are in the order of the batch"),
@@ -174,8 +175,13 @@ ROWS: dict[str, Rule | tuple[Rule, Any]] = {
     f"{A}optim.optimizer_impl": unless("torch.optim", "the optimiser is torch's AdamW"),
     f"{A}fsdp_config.dtype": (choice("model.dtype", rules.DTYPES, "Write bfloat16, float16 or float32."), "bfloat16"),
     f"{A}fsdp_config.model_dtype": (choice("learner.master", MASTER, "Write fp32 or bf16."), "fp32"),
-    f"{M}path": (text("model.name"), "~/models/deepseek-llm-7b-chat"),
-    f"{M}lora_adapter_path": text("model.name", "a folder of adapters knows its base, and they go on being trained"),
+    f"{A}fsdp_config.full_determinism": rules.deterministic,
+    f"{A}optim.min_lr": rules.last_rate,
+    f"{M}path": (rules.model_path, "~/models/deepseek-llm-7b-chat"),
+    f"{M}lora_adapter_path": text("model.name", ADAPTERS),
+    f"{M}lora.adapter_path": text("model.name", ADAPTERS),
+    f"{M}lora.dropout": num("model.lora.dropout"),
+    f"{M}lora.target_modules": rules.megatron_layers,
     f"{M}tokenizer_path": unless(None, "a model's own tokenizer is used"),
     f"{M}custom_chat_template": text("model.chat_template"),
     f"{M}external_lib": unless(None, "nothing else is imported"),
@@ -203,14 +209,6 @@ ROWS: dict[str, Rule | tuple[Rule, Any]] = {
     f"{R}val_kwargs.top_k": (num("evaluation.sampling.top_k", lambda k: max(int(k), 0)), -1),
     f"{R}val_kwargs.n": (num("evaluation.group_size"), 1),
     f"{R}agent.agent_loop_config_path": parts.loop_file,
-    f"{T}interaction_config_path": refuse(
-        "an interaction is an environment here. Write it as one (docs/environments.md), take this key out, and "
-        "name it: env=package.module:Class.",
-        off="null: only tools answer",
-    ),
-    f"{T}max_user_turns": no("the environment decides how often it answers"),
-    f"{T}max_tool_response_length": no("a tool says itself how much of its answer is shown: @tool(max_chars=…)"),
-    f"{T}tool_response_truncate_side": no("what is too long loses its end, and says so"),
     f"{T}num_repeat_rollouts": unless(None, "an episode is played once"),
     f"{T}single_turn_max_tokens": num("sampling.max_tokens"),
     f"{T}max_samples_per_trajectory": parts.samples,
@@ -219,17 +217,19 @@ ROWS: dict[str, Rule | tuple[Rule, Any]] = {
     f"{T}dump_trajectories_enabled": to("agent.args.dump_trajectories_enabled"),
     f"{T}dump_trajectories_dir": folder("agent.args.dump_trajectories_dir", "they go to the folder `trajectories`"),
     f"{T}dump_trajectories_freq": num("agent.args.dump_trajectories_freq"),
-    f"{T}tool_config.server_url": no("code runs in Arbor's own sandbox"),
     f"{T}format": choice("agent.tool_format", FORMATS, "Name yours: agent.tool_format."),
     "critic.optim.lr": (of_critic(num("learner.critic_lr")), 1e-5),
     "critic.cliprange_value": (of_critic(num("algorithm.args.value_clip")), 0.5),
     "critic.model.path": of_critic(losses.critic_model),
-    "reward_model.enable": parts.reward_model,
+    "reward_model.enable": scores.reward_model,
     "reward_model.reward_manager": (together, "naive"),
-    "reward_manager.name": parts.manager,
+    "reward_manager.name": scores.manager,
     "trainer.total_training_steps": num("trainer.steps"),
     "trainer.total_epochs": (length_of_the_run, 30),
     "trainer.experiment_name": rules.run_name,
+    **dict.fromkeys(rules.CLUSTER_VARIABLES, rules.cluster_variable),
+    "--nproc_per_node": idle("Ray starts the processes: trainer.n_gpus_per_node"),
+    "--nnodes": idle("Ray starts the processes: trainer.nnodes"),
     "trainer.project_name": idle("runs lie in runs/, under their names; trackers get the project"),
     "trainer.default_local_dir": folder("output_dir", "a run lies in runs/NAME-001"),
     "trainer.save_freq": positive("trainer.save_every"),
@@ -239,7 +239,7 @@ ROWS: dict[str, Rule | tuple[Rule, Any]] = {
     "trainer.critic_warmup": unless((0, -1), "policy and critic are trained together from the start"),
     "trainer.logger": rules.loggers,
     "trainer.resume_mode": idle("`arborl train --resume latest` goes on with a run"),
-    "trainer.resume_from_path": idle("`arborl train --resume FOLDER` goes on with a run"),
+    "trainer.resume_from_path": unless(None, "verl's checkpoints are not read; a model of them can be model.name"),
     "trainer.max_actor_ckpt_to_keep": positive(
         "trainer.keep", "all checkpoints there, the last two here: trainer.keep"
     ),
@@ -247,99 +247,51 @@ ROWS: dict[str, Rule | tuple[Rule, Any]] = {
     "trainer.rollout_data_dir": LOGS,
     "trainer.validation_data_dir": LOGS,
     "trainer.log_val_generations": LOGS,
-    "trainer.balance_batch": idle(SPEED),
     "trainer.device": idle("model.device is found"),
     "trainer.ref_update_freq": unless((0, -1, None), "the reference is the policy at the start, always"),
 }
 """Rules by key; with verl's default where that changes the result."""
-READ_TOGETHER = (
-    "tools data.custom_cls.name custom_reward_function.path custom_reward_function.name "
-    f"reward_model.reward_kwargs.max_resp_len {A}loss_scale_factor {R}agent.default_agent_loop {T}enable "
-    f"{T}tool_config_path {T}max_assistant_turns {T}min_assistant_turns {T}max_parallel_calls "
-    f"{T}exceed_length_penalty {T}below_min_turns_reward {T}tool_config.code_start_tag {T}tool_config.code_end_tag "
-    f"{T}tool_config.answer_start_tag {T}tool_config.answer_end_tag"
-)
-"""Keys that `verl_parts` and `verl_losses` read with others."""
+UNREAD = {
+    "tools": "no agent of the run calls them",
+    "data.custom_cls.name": "read with custom_cls.path only",
+    "custom_reward_function.path": "null: the rule of a row's data_source",
+    "custom_reward_function.name": "read with custom_reward_function.path only",
+    "reward_model.reward_kwargs.max_resp_len": "read with overlong_buffer_cfg.enable only",
+    "reward_model.reward_manager": "another key says which rewards there are",
+    "reward_model.max_length": "null: no limit",
+    "reward_model.model.path": "there is no reward model",
+    f"{A}loss_scale_factor": "read with loss_agg_mode=seq-mean-token-sum-norm only",
+    f"{R}agent.default_agent_loop": "null: rows name their agents, or have one turn",
+    f"{T}enable": "one turn; or the keys of its agent say more",
+    f"{T}tool_config_path": "null: no tools",
+    f"{T}max_assistant_turns": "read by agents with tools only",
+    f"{T}max_user_turns": "read by agents with tools, and with an interaction, only",
+    f"{T}max_parallel_calls": "read by agents with tools only",
+    f"{T}interaction_config_path": "null: only tools answer",
+    **dict.fromkeys(parts.RESULTS, "read by agents with tools only"),
+    **dict.fromkeys(
+        (f"{T}min_assistant_turns", f"{T}exceed_length_penalty", f"{T}below_min_turns_reward"),
+        "read by StateLM's agent only",
+    ),
+    **dict.fromkeys(scores.JUDGE, "read by StateLM's judge of open answers only"),
+    **{f"{T}tool_config.{name}": "read by the agent that runs code only" for name in parts.TOOL_CONFIG},
+}
+"""Keys that `verl_parts`, `verl_rewards` and `verl_losses` read with others, and why one that they did not is left."""
 SHARED_WITH_CRITIC = (
-    "ppo_epochs ppo_mini_batch_size grad_clip optim.weight_decay optim.lr_warmup_steps optim.lr_warmup_steps_ratio "
-    "loss_agg_mode"
+    "ppo_epochs ppo_mini_batch_size grad_clip shuffle loss_agg_mode optim.weight_decay optim.lr_warmup_steps "
+    "optim.lr_warmup_steps_ratio optim.betas optim.lr_scheduler_type optim.warmup_style optim.lr_decay_style "
+    "optim.min_lr_ratio optim.num_cycles optim.optimizer optim.optimizer_impl optim.clip_grad"
 )
 TABLE: dict[str, Rule] = (
-    {key: row[0] if isinstance(row, tuple) else row for key, row in ROWS.items()}
-    | dict.fromkeys(READ_TOGETHER.split(), together)
+    EXACT
+    | {key: row[0] if isinstance(row, tuple) else row for key, row in ROWS.items()}
+    | dict.fromkeys(UNREAD, together)
     | {f"critic.{name}": as_the_actor(name) for name in SHARED_WITH_CRITIC.split()}
 )
 DEFAULTS: dict[str, Any] = {key: row[1] for key, row in ROWS.items() if isinstance(row, tuple)}
 
 
-def _all(why: str, at: str, names: str) -> dict[str, Rule]:
-    return {f"{at}{name}": idle(why) for name in names.split()}
-
-
-PREFIXES: dict[str, Rule] = {
-    **_all(
-        "how rows are loaded changes no result",
-        "data.",
-        "tokenizer use_shm return_raw_chat return_raw_input_ids return_full_prompt dataloader_num_workers "
-        "image_patch_size validation_shuffle filter_overlong_prompts_workers trust_remote_code "
-        "return_multi_modal_inputs datagen. tool_config_path",
-    ),
-    "data.mixed_dataset.": idle("batches are always composed exactly, and their composition is always logged"),
-    "algorithm.pf_ppo.": idle("see algorithm.use_pf_ppo"),
-    "algorithm._target_": idle("Hydra's"),
-    **_all(
-        ENGINE,
-        R,
-        "name mode dtype gpu_memory_utilization enforce_eager cudagraph_capture_sizes free_cache_engine "
-        "tensor_model_parallel_size data_parallel_size expert_parallel_size pipeline_model_parallel_size "
-        "max_num_batched_tokens max_num_seqs enable_chunked_prefill enable_prefix_caching logprobs_mode "
-        "scheduling_policy load_format log_prob_ disable_log_stats multi_stage_wake_up engine_kwargs. "
-        "calculate_log_probs agent.num_workers agent.custom_async_server. checkpoint_engine. trace. skip_rollout "
-        "skip_dump_dir skip_tokenizer_init enable_rollout_routing_replay profiler. prometheus. quantization mtp "
-        "layered_summon update_weights_bucket_megabytes use_fire_sampling micro_batch_size",
-    ),
-    **_all(
-        "what the model was shown is kept as it was sampled; there is nothing to check",
-        T,
-        "tokenization_sanity_check_mode use_inference_chat_template completion_callback",
-    ),
-    f"{T}tool_config.": idle("a tool's own settings: agent.tool_args"),
-    **_all(
-        SPEED,
-        M,
-        "hf_config_path use_shm trust_remote_code enable_activation_offload use_liger use_fused_kernels "
-        "fused_kernel_options. tiled_mlp. mtp. moe_config. lora.",
-    ),
-    f"{A}optim.": idle("of an optimiser's inner workings"),
-    f"{A}policy_loss.": idle("read by a loss that is not chosen"),
-    f"{A}ppo_micro_batch_size": idle(MICRO),
-    **_all(PLACEMENT, "actor_rollout_ref.", "actor.fsdp_config. actor.megatron. hybrid_engine nccl_timeout"),
-    **_all(
-        SPEED,
-        A,
-        "strategy use_torch_compile ulysses_sequence_parallel_size checkpoint. profiler. "
-        "entropy_from_logits_with_chunking entropy_checkpointing router_replay. use_remove_padding use_fused_kernels "
-        "freeze_vision_tower calculate_entropy data_loader_seed rollout_n calculate_sum_pi_squared "
-        "sum_pi_squared_checkpointing use_prefix_grouper load_weight",
-    ),
-    "actor_rollout_ref.ref.": idle(REFERENCE),
-    **_all(
-        "a critic is trained as the policy is; see learner.critic",
-        "critic.",
-        "model. megatron. optim. checkpoint. profiler. strategy enable ppo_micro_batch_size ppo_max_token_len_per_gpu "
-        "forward_ use_dynamic_bsz ulysses_sequence_parallel_size shuffle data_loader_seed rollout_n load_weight",
-    ),
-    "reward_model.": idle(SCORES),
-    "reward_manager.": idle(SCORES),
-    "global_profiler.": idle("a step's times are metrics"),
-    "hydra.": idle("where verl's own configuration lies"),
-    **_all(CLUSTER, "trainer.", "nnodes n_gpus_per_node use_legacy_worker_impl ray_wait_register_center_timeout"),
-    **_all(
-        "checkpoints are in the run's folder",
-        "trainer.",
-        "esi_redundant_time default_hdfs_dir del_local_ckpt_after_load remove_previous_ckpt",
-    ),
-    **_all(CLUSTER, "", "ray_kwargs. ray_init. transfer_queue. rollout.nnodes rollout.n_gpus_per_node"),
+PREFIXES: dict[str, Rule] = WILDCARDS | {
     "data.apply_chat_template_kwargs.": rules.chat_args,
     "data.mixed_dataset.dataset_ratios.": rules.ratio,
     "data.mixed_dataset.agent_mapping.": source_agent,
@@ -348,79 +300,79 @@ PREFIXES: dict[str, Rule] = {
     "reward_model.overlong_buffer.": losses.overlong_buffer,
     "custom_reward_function.reward_kwargs.": together,
     f"{M}override_config.": no("a model is as its own configuration says"),
+    f"{REF}model.": no("the reference is the policy at the start of the run"),
+    "validation.": no("validation has the agents, tools and limits of training"),
 }
-VARIABLES: dict[str, Rule] = {
-    "MODEL_PATH": text("model.name"),
-    "TRAIN_FILES": text("data.path"),
-    "VAL_FILES": text("data.evaluation_path"),
-    "LEARNING_RATE": num("learner.lr"),
-    "TRAIN_BATCH_SIZE": num("rollout.tasks_per_step"),
-    "RATE_LIMIT_PER_MINUTE": no("a limit is written with its tool: tools=[{server: URL, limit: {per_minute: N}}]"),
-    "TOOL_MAX_WORKERS": no("written with its tool: tools=[{server: URL, concurrency: N}]"),
-    "TOOL_REQUEST_INTERVAL": no("written with its tool: limit.per_minute, as 60 divided by the interval"),
-    **_all(CLUSTER, "", "MASTER_IP WORKER_NODES CONDA_ENV"),
-    "WANDB_DIR": idle("metrics are in the run's folder; see track.trackers"),
+"""Sections whose keys are names of theirs, and those that need no counterpart."""
+VARIABLES: dict[str, str] = {
+    "MODEL_PATH": f"{M}path",
+    "TRAIN_FILES": "data.train_files",
+    "VAL_FILES": "data.val_files",
+    "LEARNING_RATE": f"{A}optim.lr",
+    "TRAIN_BATCH_SIZE": "data.train_batch_size",
+    "TOOL_SERVER_URL": f"{T}tool_config.server_url",
+    "RATE_LIMIT_PER_MINUTE": f"{T}tool_config.rate_limit_per_minute",
+    "TOOL_MAX_WORKERS": f"{T}tool_config.max_workers",
+    "TOOL_REQUEST_INTERVAL": f"{T}tool_config.request_interval",
+    **{name: name for name in (*rules.CLUSTER_VARIABLES, *scores.JUDGE)},
 }
-"""Of mixed-training scripts whose overrides are made of them elsewhere. What an override says wins."""
+"""Variables of scripts of both forks, and the keys that they are for. An override of the same key wins."""
+RATIOS = ("taco", "nq", "math")
+"""Sources whose ratios have variables: `TACO_RATIO`."""
+NESTED = "trainer.actor_rollout_ref."
+"""Place of the section in the example of the mixed-training fork."""
 
 
-def variables_too(draft: Draft, variables: Mapping[str, Any]) -> None:
-    """Variables with a known meaning, unless an override sets the same."""
-    for name, value in variables.items():
-        is_ratio = name.endswith("_RATIO") and isinstance(value, int | float)
-        rule = rules.ratio if is_ratio else VARIABLES.get(name)
-        if rule is None or value in (None, "", []):
-            continue
-        trial = Draft(source=draft.source)
-        rule(trial, name, value)
-        if trial.problems or not trial.settings.keys() <= draft.settings.keys():
-            rule(draft, name, value)
-        elif trial.dropped:
-            draft.lines += trial.dropped
+def variables_too(draft: Draft, variables: Mapping[str, Any]) -> dict[str, str]:
+    """Add variables with a known meaning to the keys, unless an override sets the same; and keys in other places.
+    Returns their own names by key."""
+    places = {f"{M}path": "model_path"} | {key.removeprefix("trainer."): key for key in draft.source if NESTED in key}
+    moved = {key: name for key, name in places.items() if name in draft.source and key not in draft.source}
+    for key, name in moved.items():
+        draft.source[key] = draft.source.pop(name)
+    sources = {*RATIOS, *draft.below("data.mixed_dataset.agent_mapping.")}
+    known = VARIABLES | {f"{name.upper()}_RATIO": f"data.mixed_dataset.dataset_ratios.{name}" for name in sources}
+    added = {
+        key: name
+        for name, key in known.items()
+        if variables.get(name) not in (None, "", []) and key not in draft.source
+    }
+    draft.source |= {key: variables[name] for key, name in added.items()}
+    return added | moved
+
+
+def check_training(collected: SourceKeys, where: str) -> None:
+    """Raise ConfigError for files that start no training and have no settings of one."""
+    if any(not key.startswith("--") for key in collected.keys):
+        return
+    if collected.mentions_trainer and {"MODEL_PATH", "TRAIN_FILES"} <= collected.variables.keys():
+        return
+    raise ConfigError(
+        f"{where}: starts no training of verl. Looked for a command such as python3 -m verl.trainer.main_ppo with "
+        "overrides (data.train_files=…), also in quotes behind ssh or tmux; for a list of overrides; and for the "
+        "variables MODEL_PATH and TRAIN_FILES beside a mention of main_ppo."
+    )
 
 
 def complete(draft: Draft, has_parts: bool = False) -> None:
     """What a script does not say, and what only all of it together says."""
-    assumed = Draft(source=draft.source, settings=dict(draft.settings), defaults=DEFAULTS)
-    for key, value in DEFAULTS.items():
-        if key not in draft.source:
-            TABLE[key](assumed, key, value)
-    usual = _usual_here(draft.settings | assumed.settings)
-    for line in assumed.lines:
-        if line.path and (line.path not in usual or usual[line.path] != line.ours):
-            draft.default(line.key, line.value, line.path, line.ours, line.why)
+    write_defaults(draft, TABLE)
     draft.default("a deadline of an episode", None, "rollout.episode_seconds", 86_400, "there is none: a day")
     if not has_parts:
         parts.complete(draft)
     _sources(draft)
-    draft.skip_rest(draft.source, "read together with other keys; nothing to do as things are")
-
-
-def _usual_here(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Arbor's defaults with the advantage and the loss of these settings, by dotted key."""
-    preset = AlgorithmConfig(name=settings.get("algorithm.name", "grpo"))
-    chosen = AlgorithmConfig(name=preset.name, loss=settings.get("algorithm.loss", preset.loss))
-    own = dict(_dotted(chosen.model_dump(mode="json"), "algorithm."))
-    usual = dict(_dotted(RunConfig().model_dump(mode="json"))) | own
-    return usual | {"algorithm.name": "grpo", "algorithm.loss": preset.loss}
-
-
-def _dotted(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _dotted(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
+    for key, why in UNREAD.items():
+        draft.skip_rest([key], why)
 
 
 def _sources(draft: Draft) -> None:
     """Sources by a column: sources without an agent answer in one turn, as verl's `single_turn_agent` does."""
     if not draft.settings.get("data.by"):
         return
-    if draft.settings.get("data.evaluation_path") is not None:
-        draft.undo("data.evaluation_path", "sources by a column have their own held-out rows")
     if draft.below("data.mixed_dataset.agent_mapping."):
         for name in sorted({key.split(".")[2] for key in draft.settings if key.startswith("data.sources.")}):
             at = f"data.sources.{name}.agent"
             if not any(key == at or key.startswith(f"{at}.") for key in draft.settings):
                 draft.settings[at] = "chat"
+                if draft.settings.get("tools"):
+                    draft.settings[f"data.sources.{name}.tools"] = []

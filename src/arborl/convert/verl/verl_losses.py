@@ -11,14 +11,19 @@ from arborl.convert.verl.verl_rules import A, M, R, answer_tokens
 ESTIMATORS = {
     "grpo": "grpo", "grpo_vectorized": "grpo", "gae": "ppo", "rloo": "rloo", "rloo_vectorized": "rloo",
     "remax": "remax", "reinforce": "reinforce", "reinforce_plus_plus": "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline", "opo": "opo", "gigpo": "gigpo",
+    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline", "opo": "opo", "gigpo": "gigpo", "gpg": "grpo",
+    "grpo_passk": "pass_k",
 }  # fmt: skip
-LOSSES = {"vanilla": "ppo", "gspo": "gspo", "sapo": "sapo", "cispo": "cispo", "gpg": "pg"}
+LOSSES = {"vanilla": "ppo", "gspo": "gspo", "sapo": "sapo", "cispo": "cispo", "gpg": "pg", "geo_mean": "gmpo"}
 KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "mse", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-COMPARE = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gigpo")
+COMPARE = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gigpo", "pass_k")
+GPG = (
+    "the factor is batch / (batch - samples of groups with equal rewards), as in the paper, by leaving these groups "
+    "out of the mean; there batch / samples with a reward other than 0"
+)
 ALONE = {"rloo": "reinforce", "opo": "reinforce", "reinforce_plus_plus_baseline": "reinforce_plus_plus"}
 """What an advantage that compares comes to there with one episode a task, which is compared with nothing."""
-BY_SEQUENCE = ("gspo", "sapo")
+BY_SEQUENCE = ("gspo", "sapo", "gmpo")
 """Losses that verl averages over sequences, whatever `loss_agg_mode` says."""
 GAE = known("algorithm.adv_estimator", "gae")
 SAPO = known(f"{A}policy_loss.loss_mode", "sapo")
@@ -32,6 +37,8 @@ def estimator(draft: Draft, key: str, value: Any) -> None:
         draft.refuse(key, value, f"there is no such advantage here. Put another into the script; {own}")
         return
     settings: dict[str, Any] = {"algorithm.skip_zero_variance": False} if ours in COMPARE else {}
+    if value == "gpg":
+        settings = {"algorithm.std": "none"}
     if draft.number_or(f"{R}n", 1) == 1 and "agent.num_chains" not in draft.source and ours in COMPARE:
         settings = {"algorithm.args.baseline": "none", "algorithm.std": "none"} if ours == "grpo" else {}
         ours = ALONE.get(ours, ours)
@@ -40,7 +47,7 @@ def estimator(draft: Draft, key: str, value: Any) -> None:
     if ours in ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         settings["algorithm.whiten"] = "token"
     for path, setting in {"algorithm.name": ours, **settings}.items():
-        draft.set(key, value, path, setting)
+        draft.set(key, value, path, setting, GPG if value == "gpg" and path == "algorithm.std" else "")
 
 
 def by_std(draft: Draft, key: str, value: Any) -> None:
@@ -79,7 +86,7 @@ def loss_mode(draft: Draft, key: str, value: Any) -> None:
     ours = LOSSES.get(str(value))
     if ours in BY_SEQUENCE:
         draft.set(key, value, "algorithm.aggregation", "episode")
-    if ours in ("ppo", "gspo", "sapo", "cispo"):
+    if ours in ("ppo", "gspo", "gmpo", "sapo", "cispo"):
         bypass = draft.known("algorithm.rollout_correction.bypass_mode")
         draft.set(key, value, "algorithm.anchor", "rollout" if bypass else "proximal")
 
@@ -115,7 +122,7 @@ def clip_side(side: str) -> Rule:
         chosen = loss(draft)
         if value is None:
             draft.skip(key, value, "null: clip_ratio is read in its place")
-        elif chosen not in ("ppo", "gspo", "cispo"):
+        elif chosen not in ("ppo", "gspo", "gmpo", "cispo"):
             draft.skip(key, value, "this loss does not clip")
         elif side == "high":
             num("algorithm.clip_high")(draft, key, value)
@@ -124,7 +131,7 @@ def clip_side(side: str) -> Rule:
         elif value >= 1:
             draft.skip(key, value, "as it is here anyway")
         else:
-            draft.drop(key, value, "cispo has no lower bound here")
+            draft.lose(key, value, "cispo has no lower bound here")
 
     return rule
 
@@ -132,7 +139,7 @@ def clip_side(side: str) -> Rule:
 def kl_reward(draft: Draft, key: str, value: Any) -> None:
     """`algorithm.kl_ctrl.kl_coef` and `algorithm.kl_penalty`."""
     if KL_LOSS(draft):
-        draft.drop(key, value, "there is a penalty in the loss already, and only one of both here")
+        draft.lose(key, value, "there is a penalty in the loss already, and only one of both here")
     elif key == "algorithm.kl_penalty":
         choice("algorithm.kl.estimator", KL, "Write kl, abs, mse or low_var_kl.")(draft, key, value)
     else:
@@ -143,7 +150,7 @@ def kl_reward(draft: Draft, key: str, value: Any) -> None:
 def kl_control(draft: Draft, key: str, value: Any) -> None:
     why = "the coefficient stays: algorithm.kl.target, which moves it, is the KL of an episode here, there of a token"
     if draft.known("algorithm.kl_ctrl.type") == "adaptive" and draft.known("algorithm.use_kl_in_reward"):
-        draft.drop(key, value, why)
+        draft.lose(key, value, why)
     else:
         draft.skip(key, value, "the coefficient stays, as here")
 
@@ -169,7 +176,7 @@ def correction(draft: Draft, key: str, value: Any) -> None:
 def rejection(draft: Draft, key: str, value: Any) -> None:
     if draft.known("algorithm.rollout_correction.rollout_rs"):
         why = "tokens far from the sampling policy are not masked; algorithm.importance_weights=mis masks them by ratio"
-        draft.drop(key, value, why)
+        draft.lose(key, value, why)
     else:
         draft.skip(key, value, "nothing is rejected")
 
@@ -193,7 +200,9 @@ def overlong_buffer(draft: Draft, key: str, value: Any) -> None:
         "len": ("buffer", value),
         "penalty_factor": ("penalty", value),
     }
-    if not draft.known(f"{at}.enable"):
+    if part not in (*ours, "log"):
+        draft.lose(key, value, "unknown key")
+    elif not draft.known(f"{at}.enable"):
         draft.skip(key, value, "the penalty for length is off")
     elif part in ours:
         draft.set(key, value, f"algorithm.overlong.{ours[part][0]}", ours[part][1])
@@ -205,11 +214,19 @@ def of_critic(rule: Rule) -> Rule:
     return when(GAE, rule, "there is a critic with algorithm.adv_estimator=gae only")
 
 
+USUAL = {
+    "optim.num_cycles": 0.5, "optim.optimizer": "AdamW", "optim.optimizer_impl": "torch.optim", "optim.clip_grad": 1.0,
+    "optim.lr_decay_style": "constant", "shuffle": False,
+}  # fmt: skip
+"""verl's defaults of keys of the policy's section that need no rule."""
+
+
 def as_the_actor(name: str) -> Rule:
     """A setting of the critic that is the policy's here."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:
         policy = draft.known(f"{A}{name}")
+        policy = USUAL.get(name) if policy is None else policy
         unless(policy, f"the critic has the policy's: {policy}")(draft, key, value)
 
     return of_critic(rule)

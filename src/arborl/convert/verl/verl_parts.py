@@ -1,4 +1,4 @@
-"""Who plays, with what, and who judges: verl's agent loops, tools and rewards, those of its StateLM fork included.
+"""verl's agent loops, tools and interactions, those of its mixed-training and StateLM forks included.
 
 None of these has a default. One that is not here is refused, with what to do about it.
 """
@@ -6,7 +6,7 @@ None of these has a default. One that is not here is refused, with what to do ab
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +14,39 @@ import yaml  # type: ignore[import-untyped]
 
 from arborl.agents import VERL_AGENT_NAMES
 from arborl.config.load_config import check_yaml
+from arborl.convert.common_rules import CORPUS, DOCUMENTS
 from arborl.convert.conversion_report import KeyReport
 from arborl.convert.draft import Draft
+from arborl.convert.verl.verl_rewards import rewards
 from arborl.convert.verl.verl_rules import A, R, T
 from arborl.errors import ConfigError
 
-LOOPS = {"SingleTurnAgentLoop": "chat", "ToolAgentLoop": "tool", "StatelmToolAgentLoop": "statelm"}
-"""verl's own loops, by class."""
-TOOLS = {"SandboxFusionTool": "python", "CustomSandboxFusionTool": "python", "Gsm8kTool": "check", "Geo3kTool": "check"}
+LOOPS = {
+    "SingleTurnAgentLoop": "chat", "ToolAgentLoop": "tool", "StatelmToolAgentLoop": "statelm",
+    "CodeExecutionAgentLoop": "code",
+}  # fmt: skip
+"""Loops of verl and its forks, by class."""
+TOOLS = {
+    "SandboxFusionTool": "python", "CustomSandboxFusionTool": "python", "Gsm8kTool": "check", "Geo3kTool": "check",
+    "SearchTool": "search",
+}  # fmt: skip
 """Its tools that have a counterpart, by class."""
-MANAGERS = ("naive", "dapo", "prime", "batch")
-NO_MANAGER = "no such manager of rewards here. Name a reward of yours: rewards=[package.module:function]."
+SEARCHED = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle", "searchR1_nq")
+"""Sources of questions that are searched for."""
+NO_ROUNDS = 64
+"""Rounds of an agent whose number verl does not limit."""
 
 
 def complete(draft: Draft) -> None:
-    """Agent, tools and rewards of a run, from all keys together."""
+    """Agent, tools, environment and rewards of a run, from all keys together."""
     if is_statelm(draft):
         _statelm(draft)
     else:
-        _agent(draft, _tools(draft))
-    if not any(line.path == "rewards" for line in draft.lines):
-        _reward(draft)
+        tools = _tools(draft)
+        _agent(draft, tools)
+        _interaction(draft)
+    _code_agents(draft)
+    rewards(draft, is_statelm(draft))
 
 
 # ------------------------------------------------------------------------------------------------ agents
@@ -58,55 +70,117 @@ def _agent(draft: Draft, tools: list[Any]) -> None:
             draft.refuse(at, loop, f"no agent is called so here. Known: {names}. Write yours (docs/agents.md).")
             return
         draft.set(at, loop, "agent.name", VERL_AGENT_NAMES[loop])
+    elif draft.below("data.mixed_dataset.agent_mapping.") and not tools:
+        _say(draft, f"{T}enable", "data.by", draft.settings.get("data.by"), "sources have their own agents")
+    elif draft.below(f"{T}tool_config.") and not tools:
+        draft.settings["agent.name"] = "code"
+        _say(draft, f"{T}enable", "agent.name", "code", "multi_turn.tool_config is of the agent that runs code")
+    elif several and not tools and draft.source.get(f"{T}interaction_config_path"):
+        draft.set(f"{T}enable", several, "agent.name", "chat", "an interaction answers, and there are no tools")
     elif several or tools:
         draft.set(f"{T}enable", several, "agent.name", "tool")
     if draft.settings.get("agent.name") == "tool":
         if not tools and "data.by" not in draft.settings and not draft.problems:
             file = "Give the file of multi_turn.tool_config_path too: arborl convert verl SCRIPT TOOLS.yaml"
             draft.refuse(f"{T}enable", several, f"a run of many turns, and nothing says with which tools. {file}")
-        most = draft.known(f"{T}max_assistant_turns")
-        if isinstance(most, int) and most > 1:
-            draft.set(f"{T}max_assistant_turns", most, "agent.args.max_tool_rounds", most - 1)
-        _calls(draft)
-    _tags(draft)
+        _rounds(draft, "agent")
+        _calls(draft, "agent")
+        _results(draft)
+    _tools_of_sources(draft, tools)
 
 
-def _calls(draft: Draft) -> None:
+def _say(draft: Draft, key: str, path: str, ours: Any, why: str = "") -> None:
+    """A report line of a key that their files set."""
+    if key in draft.source:
+        draft.lines.append(KeyReport("changed" if why else "mapped", key, draft.source[key], path, ours, why))
+
+
+def _rounds(draft: Draft, agent: str) -> None:
+    """Messages of the agent, and those that answer it: rounds of tools before the last message."""
+    limits = {name: draft.known(f"{T}{name}") for name in ("max_assistant_turns", "max_user_turns")}
+    rounds = {
+        name: most - (name == "max_assistant_turns")
+        for name, most in limits.items()
+        if isinstance(most, int) and most > 0
+    }
+    path = f"{agent}.args.max_tool_rounds"
+    least = min(rounds.values(), default=NO_ROUNDS)
+    if not rounds:
+        draft.default(f"{T}max_assistant_turns", None, path, least, "no limit there but that of the length")
+    for name in rounds:
+        draft.set(f"{T}{name}", limits[name], path, least)
+
+
+def _calls(draft: Draft, agent: str) -> None:
     """Number of tool calls of one message that are executed; default: one."""
     key, why = f"{T}max_parallel_calls", "further calls get an error; in verl they get no result"
     if isinstance(at_once := draft.source.get(key, 1), int):
-        draft.say(key, at_once, "agent.args.max_calls", at_once, why)
+        draft.say(key, at_once, f"{agent}.args.max_calls", at_once, why)
 
 
-def _tags(draft: Draft) -> None:
-    """Tags of the code agent: of the run, or of some sources."""
-    at = f"{T}tool_config."
-    tags = {key: value for key, value in draft.source.items() if key.startswith(at) and key.endswith("_tag")}
-    if not tags:
-        return
-    of_sources = [key for key, agent in draft.settings.items() if key.endswith(".agent") and agent == "code"]
-    if not of_sources and draft.settings.get("agent.name", "chat") in ("chat", "code"):
-        draft.settings["agent.name"] = "code"
-    for key, value in tags.items():
-        name = key.rpartition(".")[2]
-        for where in of_sources:
-            draft.set(key, value, f"{where}.args.{name}", value)
-        if not of_sources and draft.settings.get("agent.name") == "code":
-            draft.set(key, value, f"agent.args.{name}", value)
-        elif not of_sources:
-            draft.drop(key, value, "the agent calls tools and writes no code between tags")
-    for where in of_sources:
-        draft.settings[f"{where}.name"] = draft.settings.pop(where)
+RESULTS = {
+    f"{T}max_tool_response_length": (256, "a tool says itself how much of its result is shown: @tool(max_chars=…)"),
+    f"{T}tool_response_truncate_side": ("middle", "a result that is too long loses its end, and says so"),
+}
+"""verl's limits of tool results, with their defaults and what happens here."""
+
+
+def _results(draft: Draft) -> None:
+    for key, (usual, why) in RESULTS.items():
+        value, is_set = draft.source.get(key, usual), key in draft.source
+        draft.lines.append(KeyReport("lost", key, value, why=why, explicit=is_set))
+
+
+def _tools_of_sources(draft: Draft, tools: list[Any]) -> None:
+    """Tools of sources whose agent calls tools, if no file names them: a search tool for questions."""
+    for path in _agents(draft, "tool"):
+        if not path.startswith("data.sources."):
+            continue
+        if not any(line.key in RESULTS for line in draft.lines):
+            _results(draft)
+        source = path.split(".")[2]
+        draft.move(path, f"{path}.name")
+        _rounds(draft, path)
+        _calls(draft, path)
+        if tools:
+            continue
+        key = f"data.mixed_dataset.agent_mapping.{source}"
+        if source in SEARCHED:
+            entry = [{"name": "search", "args": dict(CORPUS["search"])}]
+            draft.settings[f"data.sources.{source}.tools"] = entry
+            _say(draft, key, f"data.sources.{source}.tools", entry, f"no file names its tools: {DOCUMENTS}")
+        else:
+            why = "its agent calls tools, and nothing says which. Add their file: arborl convert verl SCRIPT TOOLS.yaml"
+            draft.refuse(key, "tool_agent", why)
+
+
+def _agents(draft: Draft, name: str) -> list[str]:
+    """Our paths of the agents with this name: of the run, of sources, of `data.agents`."""
+    found = []
+    for path, value in draft.settings.items():
+        base = path.removesuffix(".name")
+        is_agent = base == "agent" or base.endswith(".agent") or base.rpartition(".")[0] == "data.agents"
+        if is_agent and value == name and path != "name":
+            found.append(base)
+    return found
 
 
 def loop_class(draft: Draft, key: str, value: Any) -> None:
     """`agent_loops.NAME._target_`, or an entry of the file of `agent_loop_config_path`."""
-    name = key.removeprefix("agent_loops.").removesuffix("._target_")
+    name, _, argument = key.removeprefix("agent_loops.").partition(".")
+    if argument == "tool_config_path":
+        draft.lose(key, value, "a file of tools of one loop. Add it: arborl convert verl SCRIPT TOOLS.yaml")
+        return
+    if argument != "_target_":
+        draft.lose(key, value, f"an argument of the loop: data.agents.{name}.args has those of our agents")
+        return
     ours = LOOPS.get(str(value).rpartition(".")[2])
     if ours is None:
         own = "Write one (docs/agents.md: an async function of task, environment and model), take this key out"
         why = f"a loop of verl's is no agent here. {own}, and name yours: data.agents.{name}=package.module:Class."
         draft.refuse(key, value, why)
+    elif VERL_AGENT_NAMES.get(name) == ours and ours != "code":
+        draft.skip(key, value, "rows that name it get this agent anyway")
     else:
         draft.set(key, value, f"data.agents.{name}", ours)
 
@@ -115,7 +189,7 @@ def loop_file(draft: Draft, key: str, value: Any) -> None:
     if value is None:
         draft.skip(key, value, "null: verl's own loops")
         return
-    entries = _read(str(value))
+    entries = read_file(str(value))
     if entries is None:
         draft.refuse(key, value, "the file is not near the script, so the agents are unknown. Put it there.")
         return
@@ -125,6 +199,99 @@ def loop_file(draft: Draft, key: str, value: Any) -> None:
             loop_class(draft, f"agent_loops.{entry.get('name')}._target_", entry.get("_target_"))
 
 
+# ------------------------------------------------------------------------------------------------ code agents
+
+TAGS = {
+    "code_start_tag": "code_start_tag", "code_end_tag": "code_end_tag", "answer_start_tag": "answer_start_tag",
+    "answer_end_tag": "answer_end_tag", "start_state_marker": "result_start_tag", "end_state_marker": "result_end_tag",
+}  # fmt: skip
+"""Tags of the loop that runs code, and arguments of `agent=code`."""
+MARKERS = {"start_state_marker": "<execution_results>", "end_state_marker": "</execution_results>"}
+SERVER = {
+    "server_url": "http://127.0.0.1:30003", "max_retries": 3, "timeout": 60.0, "max_workers": 10,
+    "rate_limit_per_minute": 120.0,
+}  # fmt: skip
+"""Defaults of its tool client."""
+TOOL_CONFIG = (
+    *TAGS, *SERVER, "request_interval", "retry_delay", "enable_global_rate_limit", "state_masking", "master_ip",
+)  # fmt: skip
+PREFIX = "from tools import *\n\n"
+"""Text before every code there."""
+ONE_LIMIT = "the smaller of rate_limit_per_minute and 60 / request_interval, for all processes together"
+
+
+def _code_agents(draft: Draft) -> None:
+    """Tags and tool server of agents that run code."""
+    at, agents = f"{T}tool_config.", _agents(draft, "code")
+    given = draft.below(at)
+    if not agents:
+        for name, value in given.items():
+            draft.lose(f"{at}{name}", value, "no agent of the run runs code between tags")
+        return
+    for path in agents:
+        if path in draft.settings:
+            draft.move(path, f"{path}.name")
+        for name, argument in TAGS.items():
+            ours = given.get(name, MARKERS.get(name))
+            if ours is not None:
+                draft.say(f"{at}{name}", ours, f"{path}.args.{argument}", str(ours))
+        _rounds(draft, path)
+    if given or "code_execution_agent" in (draft.known(f"{R}agent.default_agent_loop"), *_mapped(draft)):
+        _tool_server(draft, at, given, agents)
+
+
+def _mapped(draft: Draft) -> Iterator[str]:
+    yield from map(str, draft.below("data.mixed_dataset.agent_mapping.").values())
+    yield from (key.split(".")[1] for key in draft.source if key.startswith("agent_loops."))
+
+
+def _tool_server(draft: Draft, at: str, given: Mapping[str, Any], agents: list[str]) -> None:
+    """The server that runs the code, as a tool of the agents."""
+    numbers = {name: given.get(name, usual) for name, usual in SERVER.items()}
+    for name in ("max_retries", "timeout", "max_workers", "rate_limit_per_minute", "request_interval"):
+        value = given.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+            draft.refuse(f"{at}{name}", value, "not a number above 0 that can be read without running the script.")
+            return
+    interval = given.get("request_interval")
+    rate = min(float(numbers["rate_limit_per_minute"]), 60.0 / interval if interval else float("inf"))
+    entry = {
+        "server": str(numbers["server_url"]), "protocol": "execute", "code_prefix": PREFIX,
+        "limit": {"per_minute": rate}, "concurrency": int(numbers["max_workers"]), "timeout": float(numbers["timeout"]),
+        "retries": int(numbers["max_retries"]),
+    }  # fmt: skip
+    paths = ["tools" if path == "agent" or path.startswith("data.agents.") else f"{path.removesuffix('.agent')}.tools"
+             for path in agents]  # fmt: skip
+    for path in dict.fromkeys(paths):
+        draft.settings[path] = [entry]
+        draft.say(f"{at}server_url", SERVER["server_url"], path, [entry])
+        for name in ("max_retries", "timeout", "max_workers"):
+            _say(draft, f"{at}{name}", path, [entry])
+        for name in ("rate_limit_per_minute", "request_interval"):
+            _say(draft, f"{at}{name}", path, [entry], ONE_LIMIT if interval else "")
+    _server_rest(draft, at, given)
+
+
+def _server_rest(draft: Draft, at: str, given: Mapping[str, Any]) -> None:
+    for name, usual, why, off in (
+        (
+            "enable_global_rate_limit",
+            True,
+            "limits are shared by all runs of this user on the machine",
+            "limits always",
+        ),
+        ("state_masking", True, "results of tools are never trained on", "results of tools are not part of the loss"),
+    ):
+        if name in given:
+            (draft.skip if given[name] is usual else draft.lose)(
+                f"{at}{name}", given[name], why if given[name] else off
+            )
+    if "retry_delay" in given:
+        draft.lose(f"{at}retry_delay", given["retry_delay"], "the waits between attempts are those of the tool client")
+    if "master_ip" in given:
+        draft.skip(f"{at}master_ip", given["master_ip"], "every process calls the server itself")
+
+
 # ------------------------------------------------------------------------------------------------ tools
 
 
@@ -132,7 +299,7 @@ def _listed(draft: Draft) -> list[dict[str, Any]]:
     """The tools of the file that the script names, or of one that was given beside it."""
     found: Any = draft.source.get("tools")
     if found is None and isinstance(path := draft.source.get(f"{T}tool_config_path"), str):
-        tree = _read(path)
+        tree = read_file(path)
         found = tree.get("tools") if isinstance(tree, Mapping) else None
     return [dict(tool) for tool in found if isinstance(tool, Mapping)] if isinstance(found, list) else []
 
@@ -144,19 +311,14 @@ def _tools(draft: Draft) -> list[Any]:
         advice = "Add it: arborl convert verl SCRIPT TOOLS.yaml"
         draft.refuse(key, path, f"the file is not near the script, so the tools are unknown. {advice}")
         return []
-    ours = []
+    ours: list[Any] = []
     for tool in listed:
         name = str(tool.get("class_name", "")).rpartition(".")[2]
         config = tool.get("config") if isinstance(tool.get("config"), Mapping) else {}
         if name in TOOLS:
-            ours.append(TOOLS[name])
-            _library_tool(draft, f"{key}: {name}", TOOLS[name], _schema(tool), config)
+            ours.append(_library_tool(draft, f"{key}: {name}", TOOLS[name], _schema(tool), config or {}))
         elif tool.get("mcp") or (config or {}).get("type") == "mcp":
             ours += _servers(draft, key, tool)
-        elif name == "SearchTool":
-            own = "take this tool out of the file, and write tools=[search] and agent.tool_args.search.corpus=FILE."
-            why = "a search service of its own. Here `search` and `retrieve` look into a corpus of yours"
-            draft.refuse(key, name, f"{why}: {own}")
         else:
             own = "Write it as a function (docs/tools.md) and name it: tools=[package.module:function]."
             draft.refuse(key, name, f"no such tool here. Take it out of the file. {own}")
@@ -165,35 +327,45 @@ def _tools(draft: Draft) -> list[Any]:
     return ours
 
 
-def _library_tool(draft: Draft, key: str, ours: str, schema: Mapping[str, Any], config: Any) -> None:
+def _library_tool(draft: Draft, key: str, ours: str, schema: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
     """A tool of the library in the place of theirs, with the differences."""
     if ours == "check":
         texts = {name: str(schema[name]) for name in ("name", "description") if schema.get(name)}
         draft.set(key, config, "agent.tool_args.check", texts, "it returns right or wrong; in verl a reward")
-    else:
-        why = "code runs in Arbor's own sandbox, not at sandbox_fusion_url; the tool is called `python`"
-        draft.lines.append(KeyReport("changed", key, config, "tools", ours, why))
+        return ours
+    if ours == "search":
+        entry: dict[str, Any] = {"name": "search", "args": dict(CORPUS["search"])}
+        if isinstance(workers := config.get("num_workers"), int) and workers > 0:
+            entry["concurrency"] = workers
+        if isinstance(seconds := config.get("timeout"), int | float) and seconds > 0:
+            entry["timeout"] = float(seconds)
+        why = f"{DOCUMENTS}; one query a call, by words"
+        draft.lines.append(KeyReport("changed", key, dict(config), "tools", entry, why))
+        return entry
+    why = "code runs in Arbor's own sandbox, not at sandbox_fusion_url; the tool is called `python`"
+    draft.lines.append(KeyReport("changed", key, dict(config), "tools", ours, why))
+    return ours
 
 
 def _servers(draft: Draft, key: str, tool: Mapping[str, Any]) -> list[Any]:
-    """MCP servers as `{mcp: {url: …}}` or `{mcp: {command: …}}`."""
+    """MCP servers as `{mcp: {url: …}}` or `{mcp: {command: […]}}`."""
     about = tool.get("mcp")
     named = about.get("mcp_servers_config_path") if isinstance(about, Mapping) else None
-    tree = _read(str(named), Path(str(draft.source.get(key) or ".")).parent) if named else None
+    tree = read_file(str(named), Path(str(draft.source.get(key) or ".")).parent) if named else None
     servers = tree.get("mcpServers") if isinstance(tree, Mapping) else None
     if not isinstance(servers, Mapping) or not servers:
         draft.refuse(key, named, "no such file of MCP servers. Take the tool out, and write tools=[{mcp: {url: URL}}].")
         return []
     out: list[Any] = []
     for server in servers.values():
-        settings = {name: server[name] for name in ("url", "command", "args", "env") if name in server}
-        if "args" in settings and "command" in settings:
-            settings["command"] = " ".join([str(settings["command"]), *map(str, settings.pop("args"))])
+        settings = {name: server[name] for name in ("url", "env") if name in server}
+        if server.get("command"):
+            settings["command"] = [str(server["command"]), *map(str, server.get("args") or ())]
         out.append({"mcp": settings})
     return out
 
 
-def _read(path: str, folder: Path = Path()) -> Any:
+def read_file(path: str, folder: Path = Path()) -> Any:
     """What a YAML or JSON file holds; None where there is none."""
     file = folder / path
     if not file.is_file():
@@ -206,44 +378,46 @@ def _read(path: str, folder: Path = Path()) -> Any:
         raise ConfigError(f"{file}: cannot be read: {error}") from error
 
 
-# ------------------------------------------------------------------------------------------------ rewards
+def _schema(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    schema = tool.get("tool_schema")
+    function = schema.get("function") if isinstance(schema, Mapping) else None
+    return function if isinstance(function, Mapping) else {}
 
 
-def _reward(draft: Draft) -> None:
-    """One's own function; else what verl itself does with each `data_source`."""
-    path, name = draft.source.get("custom_reward_function.path"), draft.source.get("custom_reward_function.name")
-    if path is not None:
-        args: dict[str, Any] = {"function": f"{Path(str(path)).stem}:{name or 'compute_score'}"}
-        more = draft.below("custom_reward_function.reward_kwargs.")
-        made_of = [{"name": "score_function", "args": args | ({"kwargs": more} if more else {})}]
-        why = f"put {Path(str(path)).parent} on PYTHONPATH"
-        draft.set("custom_reward_function.path", path, "rewards", made_of, why)
+# ------------------------------------------------------------------------------------------------ interactions
+
+GSM8K = "Your response is incorrect! You need to reflect on your answer and try again."
+"""Of verl's Gsm8kInteraction."""
+
+
+def _interaction(draft: Draft) -> None:
+    """verl's Gsm8kInteraction tells the model that it is wrong: attempts of `env=question`. Others are refused."""
+    key = f"{T}interaction_config_path"
+    path = draft.source.get(key)
+    if path is None:
+        draft.skip_rest([key], "null: only tools answer")
         return
-    key = "reward_model.reward_manager"
-    if draft.known(key) not in MANAGERS:
-        draft.refuse(key, draft.known(key), NO_MANAGER)
-    else:
-        draft.say(key, draft.known(key), "rewards", [{"name": "data_source"}])
-
-
-def manager(draft: Draft, key: str, value: Any) -> None:
-    """The newer name of `reward_model.reward_manager`."""
-    if value not in MANAGERS:
-        draft.refuse(key, value, NO_MANAGER)
-    else:
-        draft.skip(key, value, "rewards are functions; see rewards")
-
-
-def reward_model(draft: Draft, key: str, value: Any) -> None:
-    """A sequence classifier of one label that scores the conversation; rules are not used then."""
-    path = draft.known("reward_model.model.path")
-    if not value:
-        draft.skip(key, value, "rewards are functions")
-    elif path is None:
-        draft.refuse(key, value, "reward_model.model.path does not say which. Write it into the script.")
-    else:
-        made = [{"name": "reward_model", "args": {"path": str(path)}}]
-        draft.set(key, value, "rewards", made, "a classifier of one label; one that generates is rewards=[judge]")
+    own = "Write it as one (docs/environments.md), take this key out, and name it: env=package.module:Class."
+    tree = read_file(str(path))
+    listed = tree.get("interaction") if isinstance(tree, Mapping) else None
+    classes = {str(one.get("class_name")).rpartition(".")[2] for one in listed or () if isinstance(one, Mapping)}
+    if classes != {"Gsm8kInteraction"}:
+        what = f"of {', '.join(sorted(classes))} " if classes else ""
+        draft.refuse(key, path, f"an interaction {what}is an environment here. {own}")
+        return
+    most = {name: draft.known(f"{T}{name}") for name in ("max_user_turns", "max_assistant_turns")}
+    limits = [turns + (name == "max_user_turns") for name, turns in most.items() if isinstance(turns, int)]
+    attempts = max(min(limits, default=NO_ROUNDS), 1)
+    why = "" if draft.settings.get("agent.name") != "tool" else "there calls of tools count among the turns of the user"
+    draft.set(key, path, "env.name", "question")
+    draft.set(key, path, "env.args.feedback", GSM8K)
+    draft.set(key, path, "env.args.pattern", r"####\s*(-?[0-9.,]+)")
+    draft.settings["env.args.attempts"] = attempts
+    for name, turns in most.items():
+        if isinstance(turns, int):
+            draft.set(f"{T}{name}", turns, "env.args.attempts", attempts, why)
+    if not limits:
+        draft.set(key, path, "env.args.attempts", attempts, "no limit there but that of the length")
 
 
 # ------------------------------------------------------------------------------------------------ StateLM
@@ -255,8 +429,8 @@ def samples(draft: Draft, key: str, value: Any) -> None:
     how = draft.source.get(f"{T}downsample_mode", "last")
     if not isinstance(most, int) or most < 1:
         draft.skip(key, value, "all branches are trained, as here without learner.max_samples_per_trajectory")
-    elif draft.source.get(f"{A}policy_loss.loss_mode") == "gspo":
-        draft.drop(key, value, "the ratios of gspo are of whole episodes, of which all branches are trained")
+    elif draft.source.get(f"{A}policy_loss.loss_mode") in ("gspo", "geo_mean"):
+        draft.lose(key, value, "the ratios of this loss are of whole episodes, of which all branches are trained")
     else:
         mode = "last" if how == "last" else "random"
         ours = {"learner.max_samples_per_trajectory": most, "learner.downsample_mode": mode}
@@ -275,29 +449,4 @@ def _statelm(draft: Draft) -> None:
         if isinstance(turns := draft.source.get(f"{T}{name}"), int):
             draft.set(f"{T}{name}", turns, f"agent.args.{name}", turns)
     draft.settings["rollout.max_turns"] = max(int(draft.settings.get("agent.args.max_assistant_turns", 32)), 32)
-    _calls(draft)
-    _statelm_reward(draft)
-
-
-def _statelm_reward(draft: Draft) -> None:
-    """The fork's scorer of letters. Open answers are judged by a model there, which is another reward here."""
-    key = "custom_reward_function.path"
-    path = draft.source.get(key)
-    if path is None or Path(str(path)).stem not in ("statelm_qa", "mcq"):
-        return
-    args: dict[str, Any] = {}
-    for theirs, ours in (("exceed_length_penalty", "exceeded"), ("below_min_turns_reward", "too_few_turns")):
-        if isinstance(value := draft.source.get(f"{T}{theirs}"), int | float):
-            draft.set(f"{T}{theirs}", value, f"rewards.0.args.{ours}", float(value))
-            draft.settings.pop(f"rewards.0.args.{ours}")
-            args[ours] = float(value)
-    if Path(str(path)).stem == "mcq":
-        args |= {"wrong": 0.0, "invalid": 0.0}
-    why = "for answers that are a letter; open answers, which a model judges there, are rewards=[judge]"
-    draft.set(key, path, "rewards", [{"name": "choice", "args": args}], why)
-
-
-def _schema(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    schema = tool.get("tool_schema")
-    function = schema.get("function") if isinstance(schema, Mapping) else None
-    return function if isinstance(function, Mapping) else {}
+    _calls(draft, "agent")

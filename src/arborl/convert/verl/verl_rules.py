@@ -6,7 +6,8 @@ import math
 import re
 from typing import Any
 
-from arborl.convert.common_rules import UNSEEN, choice, num
+from arborl.convert.common_rules import NO_PICTURES, UNSEEN, VISION_MODEL, choice, num, text
+from arborl.convert.devices import DeviceRequest
 from arborl.convert.draft import Draft, names
 
 A, R, M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
@@ -17,15 +18,27 @@ DTYPES = {
 }  # fmt: skip
 
 
+TRAINERS = ("main_ppo", "main_dapo", "main_ppo_split", "fully_async_main")
+CLUSTER_VARIABLES = (
+    "MASTER_IP", "WORKER_NODES", "CONDA_ENV", "CONDA_PATH", "RAY_TEMP_DIR", "RAY_DASHBOARD_PORT", "WANDB_DIR",
+)  # fmt: skip
+"""Of the scripts that start a cluster."""
+
+
+def cluster_variable(draft: Draft, key: str, value: Any) -> None:
+    if key != "WANDB_DIR":
+        draft.skip(key, value, "of the cluster: arborl convert cluster SCRIPT")
+    elif "wandb" not in names(draft.source.get("trainer.logger")):
+        draft.skip(key, value, "read by the tracker wandb only")
+
+
 def module(draft: Draft, key: str, value: Any) -> None:
-    """The module that a script starts."""
-    name = str(value)
-    if "sft" in name:
-        why = "supervised training has other keys. Write: arborl train algorithm=sft data.path=FILE model=MODEL"
-        draft.refuse(key, value, why)
-    elif "generation" in name or "main_eval" in name:
+    """The module or file that a script starts."""
+    name = str(value).removesuffix(".py")
+    last = re.split(r"[./]", name)[-1]
+    if "generation" in name or "main_eval" in name:
         draft.refuse(key, value, "this trains nothing. Write: arborl evaluate RUN")
-    elif name.startswith(("verl.", "agentfly.")) or name.rpartition(".")[2] in ("main_ppo", "main_dapo"):
+    elif last in TRAINERS or name.startswith("agentfly."):
         draft.skip(key, value, "arborl train")
     else:
         why = "a trainer of its own, whose steps are not verl's. Convert a script of verl.trainer.main_ppo."
@@ -104,10 +117,12 @@ def validation_rows(draft: Draft, key: str, value: Any) -> None:
 
 
 def ratio(draft: Draft, key: str, value: Any) -> None:
-    """`data.mixed_dataset.dataset_ratios.taco`, or the variable `TACO_RATIO`."""
-    name = key.rpartition(".")[2]
+    """`data.mixed_dataset.dataset_ratios.taco`."""
+    if draft.source.get("data.mixed_dataset.enabled") is False:
+        draft.skip(key, value, "data.mixed_dataset.enabled is off")
+        return
     draft.settings.setdefault("data.by", "data_source")
-    num(f"data.sources.{name.removesuffix('_RATIO').lower() if name == key else name}.ratio")(draft, key, value)
+    num(f"data.sources.{key.rpartition('.')[2]}.ratio")(draft, key, value)
 
 
 # ------------------------------------------------------------------------------------------------ batches and rates
@@ -166,6 +181,29 @@ def lowest_rate(draft: Draft, key: str, value: Any) -> None:
         draft.set(key, value, "learner.min_lr", value * draft.number_or(f"{A}optim.lr", 1e-6))
 
 
+def last_rate(draft: Draft, key: str, value: Any) -> None:
+    """`optim.min_lr` of Megatron."""
+    style = draft.known(f"{A}optim.lr_decay_style") or draft.known(f"{A}optim.lr_scheduler_type")
+    if style not in ("cosine", "linear") or not value:
+        draft.skip(key, value, "read with lr_decay_style=cosine or linear, and above 0, only")
+    else:
+        num("learner.min_lr")(draft, key, value)
+
+
+def micro_batch(draft: Draft, key: str, value: Any) -> None:
+    if isinstance(value, int) and value > 0:
+        draft.set(key, value, "learner.micro_batch_tokens", value)
+    else:
+        draft.lose(key, value, "not a number that can be read without running the script; micro-batches fit the memory")
+
+
+def deterministic(draft: Draft, key: str, value: Any) -> None:
+    if value is True:
+        draft.set(key, value, "deterministic", True, "of the whole run: episodes depend on the seed only")
+    else:
+        draft.skip(key, value, "off, as here")
+
+
 def betas(draft: Draft, key: str, value: Any) -> None:
     if isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(one, int | float) for one in value):
         draft.set(key, value, "learner.betas", list(value))
@@ -201,21 +239,57 @@ def loggers(draft: Draft, key: str, value: Any) -> None:
         for name in ("project", "experiment")
     )
     group, called = project or "verl_examples", {"name": run} if run else {}
-    args = {"wandb": {"project": group}, "mlflow": {"uri": "sqlite:////tmp/mlruns.db", "experiment": group}}
+    where = {"dir": str(draft.source["WANDB_DIR"])} if draft.source.get("WANDB_DIR") else {}
+    args = {"wandb": {"project": group} | where, "mlflow": {"uri": "sqlite:////tmp/mlruns.db", "experiment": group}}
     if ours := [{"name": name, "args": args[name] | called} for name in args if name in trackers]:
         why = "the address of MLflow is what MLFLOW_TRACKING_URI says there" if "mlflow" in trackers else ""
         draft.set(key, value, "track.trackers", ours, why)
+        if where and "wandb" in trackers:
+            draft.set("WANDB_DIR", draft.source["WANDB_DIR"], "track.trackers", ours)
     for other in trackers:
         if other not in ("console", "tensorboard", "wandb", "mlflow", "file"):
-            draft.drop(key, other, "no such tracker here; yours can be named as track.trackers=[package.module:Class]")
+            draft.lose(key, other, "no such tracker here; yours can be named as track.trackers=[package.module:Class]")
 
 
 # ------------------------------------------------------------------------------------------------ the model
 
 
+def model_path(draft: Draft, key: str, value: Any) -> None:
+    if VISION_MODEL.search(str(value).rpartition("/")[2]):
+        draft.refuse(key, value, NO_PICTURES)
+    else:
+        text("model.name", variable="MODEL_PATH")(draft, key, value)
+
+
+def pictures(draft: Draft, key: str, value: Any) -> None:
+    """A column of pictures. A dump of the whole configuration has both, and need not have such rows."""
+    if value is None:
+        draft.skip(key, value, "null: rows of text")
+    elif {"data.image_key", "data.video_key"} <= draft.source.keys():
+        draft.lose(key, value, "pictures of rows are not read: models of text are trained")
+    else:
+        draft.refuse(key, value, f"rows with pictures: {NO_PICTURES}")
+
+
+MEGATRON_LAYERS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"), "linear_proj": ("o_proj",), "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}  # fmt: skip
+"""Megatron's names of layers, and those of transformers."""
+
+
+def megatron_layers(draft: Draft, key: str, value: Any) -> None:
+    listed = names(value)
+    if all(name in MEGATRON_LAYERS for name in listed):
+        ours = [one for name in listed for one in MEGATRON_LAYERS[name]]
+        draft.set(key, value, "model.lora.target", ["all-linear"] if len(listed) == 4 else ours)
+    else:
+        draft.lose(key, value, "layers by Megatron's names; name them in model.lora.target, all-linear else")
+
+
 def adapted_layers(draft: Draft, key: str, value: Any) -> None:
     if isinstance(value, str) and value != "all-linear" and re.search(r"[\\^$.*+?|()]", value):
-        draft.drop(key, value, "a pattern; name the layers in model.lora.target, all-linear else")
+        draft.lose(key, value, "a pattern; name the layers in model.lora.target, all-linear else")
     else:
         draft.set(key, value, "model.lora.target", names(value))
 
@@ -223,3 +297,77 @@ def adapted_layers(draft: Draft, key: str, value: Any) -> None:
 def chat_args(draft: Draft, key: str, value: Any) -> None:
     """Of the chat template: `enable_thinking`."""
     draft.set(key, value, f"model.chat_args.{key.removeprefix('data.apply_chat_template_kwargs.')}", value)
+
+
+# ------------------------------------------------------------------------------------------------ devices
+
+
+OFFLOADS = ("param_offload", "optimizer_offload", "grad_offload", "offload_policy")
+OPTIMIZER_OFFLOAD = "optim.override_optimizer_config.optimizer_cpu_offload"
+OFFLOAD = (
+    *(f"{A}{section}.{part}" for section in ("fsdp_config", "megatron") for part in OFFLOADS),
+    f"{A}{OPTIMIZER_OFFLOAD}",
+)
+REFERENCE_OFFLOAD = tuple(
+    f"actor_rollout_ref.ref.{section}.{part}" for section in ("fsdp_config", "megatron") for part in OFFLOADS
+)
+CRITIC_OFFLOAD = (
+    *(f"critic.{section}.{part}" for section in ("model.fsdp_config", "megatron") for part in OFFLOADS),
+    f"critic.{OPTIMIZER_OFFLOAD}",
+)
+PARALLEL = tuple(
+    f"{A}{key}"
+    for key in (
+        "ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size", "fsdp_config.fsdp_size",
+        "fsdp_config.strategy",
+        "megatron.tensor_model_parallel_size", "megatron.pipeline_model_parallel_size",
+        "megatron.virtual_pipeline_model_parallel_size", "megatron.context_parallel_size",
+        "megatron.expert_model_parallel_size", "megatron.expert_tensor_parallel_size",
+    )
+)  # fmt: skip
+
+
+def devices(draft: Draft) -> DeviceRequest:
+    """GPUs of the learner and of the rollout, which share them unless `rollout.n_gpus_per_node` says otherwise.
+
+    Files that name no number of GPUs (8 is the default there) are converted for one.
+    """
+    nodes, per_node = (
+        _count(draft, f"trainer.{name}", usual) for name, usual in (("nnodes", 1), ("n_gpus_per_node", 1))
+    )
+    megatron = "megatron" in str(draft.source.get("--config-name")) or bool(draft.below(f"{A}megatron."))
+    strategy = str(draft.source.get(f"{A}strategy") or ("megatron" if megatron else "fsdp"))
+    moved = {key.rpartition(".")[2] for key in OFFLOAD if draft.source.get(key) is True}
+    has_critic = draft.known("algorithm.adv_estimator") == "gae"
+    has_reference = bool(draft.known(f"{A}use_kl_loss") or draft.known("algorithm.use_kl_in_reward"))
+    engine = str(draft.source.get(f"{R}name") or "vllm").removesuffix("_async")
+    own = _count(draft, "rollout.n_gpus_per_node", 0) * _count(draft, "rollout.nnodes", 1)
+    learner = max(nodes * per_node, 1)
+    share = draft.source.get(f"{R}gpu_memory_utilization")
+    return DeviceRequest(
+        learner=learner,
+        nodes=max(nodes, 1),
+        strategy=strategy if strategy in ("fsdp", "fsdp2", "megatron") else "fsdp",
+        offload="all" if moved - {"optimizer_offload", "optimizer_cpu_offload"} else "optimizer" if moved else "none",
+        engine=engine if engine in ("vllm", "sglang") else "",
+        engines=range(learner, learner + own),
+        split=max(_count(draft, f"{R}tensor_model_parallel_size", 1), 1),
+        memory_share=float(share) if isinstance(share, int | float) else None,
+        keys={
+            "learner": ("trainer.n_gpus_per_node", "trainer.nnodes"),
+            "strategy": (f"{A}strategy",),
+            "parallel": PARALLEL,
+            "offload": OFFLOAD,
+            "reference_offload": REFERENCE_OFFLOAD if has_reference else (),
+            "critic_offload": CRITIC_OFFLOAD if has_critic else (),
+            "engine": (f"{R}name",),
+            "split": tuple(f"{R}{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "data", "expert")),
+            "memory_share": (f"{R}gpu_memory_utilization",),
+            "mapping": ("rollout.nnodes", "rollout.n_gpus_per_node"),
+        },
+    )
+
+
+def _count(draft: Draft, key: str, usual: int) -> int:
+    value = draft.source.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else usual

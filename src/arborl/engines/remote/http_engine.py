@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import httpx
 from transformers import PreTrainedModel
@@ -29,6 +30,7 @@ from arborl.engines.remote.http_servers import (
     CompletionChunk,
     Server,
     ServerInfo,
+    SglangServer,
     TokenServer,
     detect_server,
 )
@@ -90,6 +92,7 @@ class HttpEngine(SyncedEngine):
         renderer: the run's; its tokenizer must equal the servers'. Without one it is not compared.
         training: whether the servers get weights; otherwise they are evaluated as they are.
         chats: use the chat endpoint of any server.
+        kind: `http` for servers of any kind, `sglang` for SGLang only.
     """
 
     def __init__(
@@ -107,11 +110,12 @@ class HttpEngine(SyncedEngine):
         renderer: Renderer | None = None,
         training: bool = True,
         chats: bool = False,
+        kind: Literal["http", "sglang"] = "http",
     ):
         super().__init__(model, max_context, renderer.tokenizer.decode if renderer else None, dtype, sampling)
         self.max_requests, self.named, self.seconds = max_requests, named, seconds
         self.renderer, self.training = renderer, training
-        self.follows_weights, self.chats = training, chats
+        self.follows_weights, self.chats, self.kind = training, chats, kind
         self.headers = {"Authorization": f"Bearer {api_key(key)}"} if key is not None else {}
         self.replicas = [ServerReplica(url.rstrip("/")) for url in urls]
         self.routes = ReplicaPool(self.replicas, self._revive, seconds)
@@ -272,14 +276,16 @@ class HttpEngine(SyncedEngine):
     async def _connect(self, replica: ServerReplica) -> None:
         """Detect the server's kind, and check its abilities, context and tokenizer."""
         client = self._client(replica)
-        replica.server, replica.info = await detect_server(client, self.named, self.chats)
+        replica.server, replica.info = await detect_server(client, self.named, self.chats, self.kind)
         if self.training and replica.server.cannot_train:
             raise EngineError(f"{replica.url} cannot be trained with: {replica.server.cannot_train}")
+        if self.training and isinstance(replica.server, SglangServer):
+            check_untruncated(self.probe.sampling, replica.url)
         context = replica.info.context
         if context is not None and context < self.max_context:
             raise EngineError(
                 f"{replica.url} reads {context} tokens, and sampling.max_context={self.max_context}. Start it with "
-                f"--max-model-len {self.max_context}, or write sampling.max_context={context}"
+                f"{replica.server.context_option} {self.max_context}, or write sampling.max_context={context}"
             )
         if self.renderer is not None and not isinstance(replica.server, ChatServer):
             await self._compare_tokenizers(replica, client, self.renderer)
@@ -317,6 +323,17 @@ def make_client(url: str, headers: dict[str, str], seconds: float, requests: int
     )  # fmt: skip
     timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
     return httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, limits=limits, trust_env=False)
+
+
+def check_untruncated(sampling: Sampling, url: str) -> None:
+    """Raise EngineError for truncated sampling: SGLang's log-probabilities are those of the whole distribution."""
+    truncated = {"top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1, "min_p": sampling.min_p > 0}
+    if names := [name for name, is_set in truncated.items() if is_set]:
+        off = {"top_k": 0, "top_p": 1, "min_p": 0}
+        raise EngineError(
+            f"{url} is an SGLang server, whose log-probabilities do not include sampling.{names[0]}. Write "
+            f"sampling.{names[0]}={off[names[0]]}, or use vLLM"
+        )
 
 
 def api_key(variable: str) -> str:

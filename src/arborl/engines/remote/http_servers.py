@@ -21,6 +21,8 @@ from arborl.types import FinishReason, Message, Sampling, ToolCall, ToolSpec
 
 Client = httpx.AsyncClient
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+RETRIED = (408, 429)
+"""Statuses below 500 after which another server may succeed."""
 UPDATE_SECONDS = 900.0
 
 
@@ -50,7 +52,7 @@ async def request_json(client: Client, method: str, path: str, seconds: float | 
 
 def _parse(client: Client, path: str, status: int, content: bytes) -> Any:
     url = f"{str(client.base_url).rstrip('/')}{path}"
-    if status >= 500 or status in (408, 429):
+    if status >= 500 or status in RETRIED:
         raise ReplicaUnavailable(f"{url} answers {status}: {_error_message(content)}")
     if status in (401, 403):
         raise EngineError(f"{url} answers {status}: {_error_message(content)} (engine.args.api_key_env names its key)")
@@ -103,8 +105,14 @@ async def stream_events(client: Client, path: str, body: Mapping[str, Any]) -> A
                 if text and text != "[DONE]":
                     event = json.loads(text)
                     if isinstance(event, Mapping) and "error" in event:
-                        raise ReplicaUnavailable(f"{client.base_url}: {_error_message(text.encode())}")
+                        raise _event_error(event["error"])(f"{client.base_url}: {_error_message(text.encode())}")
                     yield event
+
+
+def _event_error(error: Any) -> type[EngineError]:
+    """The kind of an error in a stream, as `_parse` by the status: a wrong request is not repeated."""
+    code = error.get("code") if isinstance(error, Mapping) else None
+    return EngineError if isinstance(code, int) and 400 <= code < 500 and code not in RETRIED else ReplicaUnavailable
 
 
 class VllmServer:
@@ -113,6 +121,7 @@ class VllmServer:
 
     name = "vLLM"
     hint = " Start it with --logprobs-mode processed_logprobs, and on a CPU with arborl's worker extension."
+    context_option = "--max-model-len"
 
     def __init__(self, has_generate: bool, is_dev: bool, has_extension: bool):
         self.has_generate, self.is_dev, self.has_extension = has_generate, is_dev, has_extension
@@ -213,35 +222,71 @@ def _finish(choice: Any, is_whole: bool) -> FinishReason | None:
 
 
 class SglangServer:
-    """SGLang's native interface. An update waits for running requests, so each request has one version."""
+    """SGLang's native interface (0.5.1 or newer). An update waits for running requests, so each request has one
+    version."""
 
     name = "SGLang"
-    hint = " Truncated sampling (top_k, top_p, min_p) is not in its log-probabilities: leave it out."
-    cannot_train = ""
+    hint = " It must not run with SGLANG_RETURN_ORIGINAL_LOGPROB, or with another model."
+    context_option = "--context-length"
+
+    def __init__(self, info_path: str = "/model_info", reports_version: bool = True):
+        self.info_path, self.reports_version = info_path, reports_version
+
+    @property
+    def cannot_train(self) -> str:
+        return "" if self.reports_version else "it does not report which weights it has: use SGLang 0.5.1 or newer"
 
     @classmethod
     async def detect(cls, client: Client) -> SglangServer | None:
-        return cls() if await has_route(client, "/get_model_info") or await has_route(client, "/model_info") else None
+        for path in ("/model_info", "/get_model_info"):  # the second is the older name
+            if await has_route(client, path):
+                info = await request_json(client, "GET", path)
+                if await has_route(client, "/health"):
+                    await request_json(client, "GET", "/health")  # 503 while it starts or ends
+                return cls(path, isinstance(info, Mapping) and "weight_version" in info)
+        return None
 
     async def sample(
         self, client: Client, model: str, prompt: list[int], sampling: Sampling, params: Mapping[str, Any], stream: bool
     ) -> AsyncGenerator[CompletionChunk, None]:
+        """SGLang also ends at the model's own end tokens; `ignore_eos` would ignore the stop tokens too. A completion
+        that ended at a token that is no stop token of this request is continued."""
         same = {name: params[name] for name in ("temperature", "top_p", "min_p", "stop_token_ids")}
         renamed = {
-            "max_new_tokens": params["max_tokens"], "top_k": params["top_k"] or -1, "ignore_eos": True,
-            "sampling_seed": int(params["seed"]) % 2**31, "stop": list(sampling.stop_texts), "no_stop_trim": True,
+            "top_k": params["top_k"] or -1, "sampling_seed": int(params["seed"]) % 2**31,
+            "stop": list(sampling.stop_texts), "no_stop_trim": True,
         }  # fmt: skip
-        body = {"input_ids": prompt, "sampling_params": same | renamed, "return_logprob": True}
-        meta = (await request_json(client, "POST", "/generate", json=body))["meta_info"]
-        pairs = meta["output_token_logprobs"]
-        finish = meta.get("finish_reason") or {}
-        reason = FINISH.get(str(finish.get("type") if isinstance(finish, Mapping) else finish), FinishReason.ABORT)
-        label = meta.get("weight_version")
-        spans = [(str(label), 0, len(pairs))] if label is not None else []
-        yield CompletionChunk([int(pair[1]) for pair in pairs], [float(pair[0]) for pair in pairs], reason, spans)
+        tokens: list[int] = []
+        spans: list[tuple[str, int, int]] = []
+        most, continues = int(params["max_tokens"]), True
+        while continues:
+            length = {"max_new_tokens": most - len(tokens)}
+            body = {"input_ids": prompt + tokens, "sampling_params": same | renamed | length, "return_logprob": True}
+            begin, continues = len(tokens), False
+            async for event in self._events(client, body, stream):
+                pairs, finish, label = _sglang_event(client, event, len(tokens) - begin)
+                tokens += [token for token, _ in pairs]
+                if label is not None and pairs:
+                    spans.append((label, len(tokens) - len(pairs), len(tokens)))
+                reason = None if finish is None else FINISH.get(str(finish.get("type")), FinishReason.ABORT)
+                own_end = reason is FinishReason.STOP and not isinstance((finish or {}).get("matched"), str)
+                if own_end and len(tokens) > begin and tokens[-1] not in params["stop_token_ids"]:
+                    continues, reason = len(tokens) < most, FinishReason.LENGTH
+                ends = reason is not None and not continues
+                yield CompletionChunk(
+                    [token for token, _ in pairs], [logprob for _, logprob in pairs], reason if ends else None,
+                    list(spans) if ends else [],
+                )  # fmt: skip
+
+    async def _events(self, client: Client, body: dict[str, Any], stream: bool) -> AsyncIterator[Any]:
+        if not stream:
+            yield await request_json(client, "POST", "/generate", json=body | {"stream": False})
+            return
+        async for event in stream_events(client, "/generate", body | {"stream": True}):
+            yield event
 
     async def label(self, client: Client) -> str:
-        return str((await request_json(client, "GET", "/get_model_info")).get("weight_version", ""))
+        return str((await request_json(client, "GET", self.info_path)).get("weight_version", ""))
 
     async def update(self, client: Client, folder: Path, label: str) -> None:
         body = {"model_path": str(folder), "weight_version": label, "flush_cache": True}
@@ -257,11 +302,33 @@ class SglangServer:
             return None
 
 
+def _sglang_event(
+    client: Client, event: Any, seen: int
+) -> tuple[list[tuple[int, float]], Mapping[str, Any] | None, str | None]:
+    """New tokens with log-probabilities, the finish reason and the label of the weights. A streamed event has all
+    tokens so far, or with `--incremental-streaming-output` the new ones only."""
+    try:
+        meta = event["meta_info"]
+        listed, finish, label = meta["output_token_logprobs"], meta.get("finish_reason"), meta.get("weight_version")
+        count = int(meta.get("output_token_logprobs_length", len(listed))) - seen
+        pairs = [(int(pair[1]), float(pair[0])) for pair in (listed[-count:] if count > 0 else [])]
+    except (LookupError, TypeError, ValueError) as error:
+        raise EngineError(
+            f"{client.base_url}: a response without meta_info.output_token_logprobs: {str(event)[:200]}"
+        ) from error
+    tokens, ids = [token for token, _ in pairs], event.get("output_ids")
+    if tokens and ids is not None and list(ids)[-len(tokens) :] != tokens:
+        raise EngineError(f"{client.base_url}: output_ids and output_token_logprobs have other tokens")
+    finish = {"type": finish} if isinstance(finish, str) else finish
+    return pairs, finish, None if label is None else str(label)
+
+
 class ChatServer:
     """A server that takes and returns messages: it can be evaluated and not trained."""
 
     name = "chat"
     hint = ""
+    context_option = "its option of the context length,"
     cannot_train = (
         "it takes and returns text, without token ids, log-probabilities and weight versions. Use it with `arborl "
         "evaluate`; for training use a vLLM or SGLang server"
@@ -314,20 +381,26 @@ TokenServer = VllmServer | SglangServer
 Server = TokenServer | ChatServer
 
 
-async def detect_server(client: Client, named: str | None, chat: bool = False) -> tuple[Server, ServerInfo]:
-    """The kind of a server and its model; `chat` uses the chat endpoint of any kind."""
-    server: Server | None = (
-        ChatServer() if chat else await VllmServer.detect(client) or await SglangServer.detect(client)
-    )
+async def detect_server(
+    client: Client, named: str | None, chat: bool = False, kind: str = "http"
+) -> tuple[Server, ServerInfo]:
+    """The kind of a server and its model; `chat` uses the chat endpoint of any kind, `kind=sglang` accepts SGLang
+    only."""
+    url = str(client.base_url).rstrip("/")
+    server: Server | None = None
+    if kind == "sglang":
+        server = await SglangServer.detect(client)
+        if server is None:
+            raise EngineError(f"{url} is not an SGLang server: it has no /model_info. Write engine=http for others")
+    elif not chat:
+        server = await VllmServer.detect(client) or await SglangServer.detect(client)
     models = await request_json(client, "GET", "/v1/models")
     listed = {str(one.get("id")): one for one in (models or {}).get("data") or () if not one.get("parent")}
-    if named is None and len(listed) == 1:
-        named = next(iter(listed))
+    if len(listed) == 1 and (named is None or isinstance(server, SglangServer)):
+        named = next(iter(listed))  # SGLang's name of a model is the folder of the last update
     if named not in listed:
         remedy = "write engine.args.model=NAME" if named is None else f"engine.args.model={named} is not among them"
-        raise EngineError(
-            f"{str(client.base_url).rstrip('/')} serves {', '.join(listed) or 'no model'}: {remedy}"
-        )  # fmt: skip
+        raise EngineError(f"{url} serves {', '.join(listed) or 'no model'}: {remedy}")
     assert named is not None
     context = listed[named].get("max_model_len")
     return server or ChatServer(), ServerInfo(named, int(context) if context is not None else None)

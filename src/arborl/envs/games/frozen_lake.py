@@ -7,6 +7,7 @@ the split `held_out`; training never draws it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arborl.envs.env import Observation, Step, check_split, format_answer, parse_choice, split_of, task_split
-from arborl.envs.games.text_game import TextGame, require
+from arborl.envs.games.text_game import TextGame, chosen_symbols, require
 from arborl.seeds import generator
 from arborl.types import Message, Metrics, Task
 
@@ -23,11 +24,16 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
-RULES = (
-    "Cross the frozen lake from P to G. _ is ice, O is a hole. "
+SYMBOLS = {
+    "player": "P", "ice": "_", "hole": "O", "goal": "G", "player_in_hole": "X", "player_on_goal": "√",
+}  # fmt: skip
+"""Characters of the board."""
+TEMPLATE = (
+    "Cross the frozen lake from {player} to {goal}. {ice} is ice, {hole} is a hole. "
     "Each turn, answer with one move: <answer>Left</answer>, <answer>Down</answer>, <answer>Right</answer> "
     "or <answer>Up</answer>."
 )
+RULES = TEMPLATE.format(**SYMBOLS)
 PLAYER = {"G": "√", "O": "X", "_": "P"}
 """Symbol of the player, by the cell below."""
 MAX_DRAWS = 20_000
@@ -60,8 +66,15 @@ class FrozenLake(TextGame):
     spaced: bool = False
     """Print a space between cells. Large vocabularies otherwise join neighbouring cells (`____` is one token), and
     small models cannot distinguish columns."""
+    symbols: Mapping[str, str] | None = None
+    """Other characters for cells: `{ice: ".", hole: "#"}`. Kinds: `player`, `ice`, `hole`, `goal`, `player_in_hole`,
+    `player_on_goal`. The rules name them too."""
 
     def __post_init__(self) -> None:
+        if self.symbols:
+            chosen = chosen_symbols(self.symbols, SYMBOLS)
+            self.rules = TEMPLATE.format(**chosen)
+            self.translation = str.maketrans({SYMBOLS[kind]: sign for kind, sign in chosen.items()})
         require(self.size >= 2, f"size={self.size}: give 2 or more")
         require(0 < self.frozen <= 1, f"frozen={self.frozen}: give a probability above 0, at most 1")
         self.check_limits()
@@ -108,6 +121,10 @@ class FrozenLake(TextGame):
         return format_answer(best[0] if best else "Left")
 
     def render(self) -> str:
+        return self.board().translate(self.translation) if self.symbols else self.board()
+
+    def board(self) -> str:
+        """The board with the usual characters."""
         row, column = self.player
         line = self.grid[row]
         shown = f"{line[:column]}{PLAYER[line[column]]}{line[column + 1 :]}"
@@ -116,7 +133,7 @@ class FrozenLake(TextGame):
     def picture(self) -> Image:
         from arborl.envs.games.drawing import draw_frozen_lake
 
-        return draw_frozen_lake(self.render(), cell=max(8, min(48, MAX_PICTURE_PIXELS // self.size)))
+        return draw_frozen_lake(self.board(), cell=max(8, min(48, MAX_PICTURE_PIXELS // self.size)))
 
 
 def parse_move(text: str) -> str | None:

@@ -42,7 +42,7 @@ class Shop(TextGame):
     format_penalty: float = -0.05
     """Reward of an illegal message; the page does not change."""
     data: str | None = None
-    """Folder with WebShop's data files, instead of a generated catalogue."""
+    """Folder with WebShop's data files (`arborl data prepare webshop`), instead of a generated catalogue."""
     human: bool = True
     """With `data`, use the human instructions; else WebShop's synthetic ones."""
     repeat_instruction: bool = True

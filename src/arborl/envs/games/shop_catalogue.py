@@ -6,7 +6,7 @@ import json
 import re
 import sqlite3
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -275,12 +275,92 @@ def load_webshop(folder: str, human: bool = True) -> WebShopData:
     return WebShopData(Catalogue(products, texts, [product.id for product in products]), goals)
 
 
+def prepare_webshop(source: Path, out: Path, products: int | None = None) -> dict[str, int]:
+    """Write what `env.args.data` reads of WebShop's files to `out`: the first `products`, and their instructions.
+
+    The file of all 1.18 million products is read one product at a time.
+
+    Args:
+        source: the folder of the downloaded files, or the folder that has it as `data/`.
+
+    Returns:
+        Rows by file.
+    """
+    place = next((one for one in (source, source / "data") if _found(one, "products")), source)
+    rows: dict[str, dict[str, Any]] = {}
+    for row in _array_items(_file(place, "products")):
+        if products is not None and len(rows) >= products:
+            break
+        if isinstance(row, Mapping) and isinstance(row.get("asin"), str):
+            rows.setdefault(row["asin"], {name: row[name] for name in COLUMNS if name in row})
+    if not rows:
+        raise ValueError(f"{_file(place, 'products')}: has no products with an asin")
+    written: dict[str, Any] = {FILES["products"][0]: list(rows.values())}
+    for what in ("attributes", "people"):
+        if what == "attributes" or _found(place, what):
+            given = _read(str(place), what)
+            if not isinstance(given, Mapping):
+                raise ValueError(f"{_file(place, what)}: is not a JSON object by asin")
+            written[FILES[what][0]] = {asin: one for asin, one in given.items() if asin in rows}
+    out.mkdir(parents=True, exist_ok=True)
+    for name, content in written.items():
+        (out / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    load_webshop.cache_clear()
+    return {name: len(content) for name, content in written.items()}
+
+
+COLUMNS = (
+    "asin", "name", "query", "product_category", "customization_options", "pricing", "full_description",
+    "small_description",
+)  # fmt: skip
+"""What is read of a product."""
+CHUNK = 1 << 20
+
+
+def _array_items(path: Path) -> Iterator[Any]:
+    """The items of a JSON array, without reading the whole file."""
+    decoder = json.JSONDecoder()
+    with path.open(encoding="utf-8") as file:
+        text = file.read(CHUNK).lstrip("\ufeff \t\r\n")
+        if not text.startswith("["):
+            raise ValueError(f"{path}: is not a JSON list of products")
+        at = 1
+        while True:
+            at = _ITEM.match(text, at).end()  # type: ignore[union-attr]
+            if text[at : at + 1] == "]":
+                return
+            try:
+                item, end = decoder.raw_decode(text, at)
+            except ValueError as error:
+                chunk = file.read(CHUNK)
+                if not chunk:
+                    raise ValueError(f"{path}: is not complete JSON: {error}") from error
+                text, at = text[at:] + chunk, 0
+                continue
+            yield item
+            at = end
+
+
+_ITEM = re.compile(r"[\s,]*")
+
+
+def _found(folder: Path, what: str) -> Path | None:
+    return next((folder / name for name in FILES[what] if (folder / name).is_file()), None)
+
+
+def _file(folder: Path, what: str) -> Path:
+    if (found := _found(folder, what)) is None:
+        raise ValueError(f"{folder}: no {' or '.join(FILES[what])}; give the folder of WebShop's data files")
+    return found
+
+
 def _read(folder: str, what: str) -> Any:
     place = Path(folder).expanduser()
-    for name in FILES[what]:
-        if (place / name).is_file():
-            return json.loads((place / name).read_text(encoding="utf-8"))
-    raise ValueError(f"{place}: no {' or '.join(FILES[what])}; give the folder of WebShop's data files")
+    file = _file(place.parent if place.suffix == ".json" else place, what)
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file}: not valid JSON: {error}") from error
 
 
 def _product(row: Mapping[str, Any], notes: Mapping[str, Any]) -> Product:

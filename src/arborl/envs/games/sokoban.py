@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -16,18 +17,24 @@ from arborl.envs.games.sokoban_levels import (
     format_board,
     solve,
 )
-from arborl.envs.games.text_game import TextGame, require
+from arborl.envs.games.text_game import TextGame, chosen_symbols, require
 from arborl.types import Message, Metrics, Task
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-RULES = (
-    "Push every box X onto a target O. P is you, # wall, _ floor, √ a box on a target, S you on a target; "
+SYMBOLS = {
+    "player": "P", "box": "X", "target": "O", "wall": "#", "floor": "_", "box_on_target": "√", "player_on_target": "S",
+}  # fmt: skip
+"""Characters of the board."""
+TEMPLATE = (
+    "Push every box {box} onto a target {target}. {player} is you, {wall} wall, {floor} floor, "
+    "{box_on_target} a box on a target, {player_on_target} you on a target; "
     "beyond the edge is wall. Boxes are pushed, never pulled. "
     "Each turn, answer with one move: <answer>Up</answer>, <answer>Down</answer>, <answer>Left</answer> "
     "or <answer>Right</answer>."
 )
+RULES = TEMPLATE.format(**SYMBOLS)
 PRESETS = {
     "6x6": {"size": 6, "boxes": 1, "walls": 0.1, "pulls": 5, "max_steps": 12},
     "10x10": {"size": 10, "boxes": 2, "walls": 0.15, "pulls": 16, "max_steps": 50},
@@ -50,6 +57,8 @@ class Sokoban(TextGame):
         done_reward: additional reward when the level is solved.
         format_penalty: additional reward of an illegal message.
         border: show the outer wall.
+        symbols: other characters for cells, `{wall: W, floor: "."}`; the rules name them too. Kinds: `player`, `box`,
+            `target`, `wall`, `floor`, `box_on_target`, `player_on_target`.
     """
 
     blocking = False
@@ -70,6 +79,7 @@ class Sokoban(TextGame):
         done_reward: float = 10.0,
         format_penalty: float = -0.1,
         border: bool = False,
+        symbols: Mapping[str, str] | None = None,
     ):
         require(preset in PRESETS, f"preset={preset!r}: give one of {', '.join(PRESETS)}")
         given = {"size": size, "boxes": boxes, "walls": walls, "pulls": pulls, "max_steps": max_steps}
@@ -80,7 +90,11 @@ class Sokoban(TextGame):
         require(self.size >= 5, f"size={self.size}: give 5 or more; the outer wall takes two")
         require(self.boxes >= 1 and self.pulls >= 1, f"boxes={self.boxes}, pulls={self.pulls}: give at least 1 of each")
         require(0 <= self.walls < 1, f"walls={self.walls}: give a probability from 0, below 1")
-        self.levels, self.border = levels, border
+        self.levels, self.border, self.translation = levels, border, {}
+        if symbols:
+            chosen_signs = chosen_symbols(symbols, SYMBOLS)
+            self.rules = TEMPLATE.format(**chosen_signs)
+            self.translation = str.maketrans({SYMBOLS[kind]: sign for kind, sign in chosen_signs.items()})
         self.step_reward, self.box_reward, self.done_reward = step_reward, box_reward, done_reward
 
     async def reset(self, task: Task, seed: int) -> Observation:
@@ -128,12 +142,12 @@ class Sokoban(TextGame):
 
     def state_key(self) -> str:
         """The board in the agent's observation."""
-        return format_board(self.level, self.state, self.border)
+        return format_board(self.level, self.state, self.border).translate(self.translation)
 
     def render(self) -> str:
-        return format_board(self.level, self.state)
+        return format_board(self.level, self.state).translate(self.translation)
 
     def picture(self) -> Image:
         from arborl.envs.games.drawing import draw_sokoban
 
-        return draw_sokoban(self.render())
+        return draw_sokoban(format_board(self.level, self.state))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from arborl.envs.env import Env, Observation, Step
@@ -15,6 +16,18 @@ def require(condition: bool, message: str) -> None:
     """ValueError with the message unless the condition holds."""
     if not condition:
         raise ValueError(message)
+
+
+def chosen_symbols(given: Mapping[str, str] | None, usual: Mapping[str, str]) -> dict[str, str]:
+    """The characters of a board by kind of cell: `usual`, with those that are given."""
+    chosen = {**usual, **(given or {})}
+    unknown = [kind for kind in chosen if kind not in usual]
+    require(not unknown, f"symbols: unknown {', '.join(map(str, unknown))}; give some of {', '.join(usual)}")
+    for kind, sign in chosen.items():
+        visible = isinstance(sign, str) and len(sign) == 1 and sign.isprintable() and not sign.isspace()
+        require(visible, f"symbols.{kind}={sign!r}: give one visible character")
+    require(len(set(chosen.values())) == len(chosen), f"symbols: two cells look alike in {' '.join(chosen.values())}")
+    return chosen
 
 
 class TextGame(Env):

@@ -291,6 +291,7 @@ class CorrectnessReward(TextReward):
 
     rubric = """Is what the assistant says at the end right? Compare with the expected answer where one is given:
 wording does not matter, facts do. 10: right; 0: wrong, missing, or hedged among several answers."""
+    graded = False
 
     match: Literal["f1", "exact"] = "f1"
     """`f1`, or `exact` for 0 or 1."""
@@ -346,6 +347,7 @@ class TaskCompletionReward(TextReward):
     rubric = """Did the user get what they came for? Look at the goal and at what is expected, where they are given.
 10: all of it is done or clearly on its way; 5: half; 0: nothing, or the wrong thing. Claims of having done something
 count only where the conversation makes them believable."""
+    graded = False
 
     missing: float | None = None
     """Score if the task has none of these; by default the episode fails."""

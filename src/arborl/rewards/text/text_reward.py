@@ -49,6 +49,8 @@ class RewardFunction(ABC):
     """Of this reward."""
     name: str = ""
     """In metrics; by default the name of the class."""
+    graded = True
+    """Its values are degrees, and none of them means success. Write False in a class for which 1 does."""
 
     def __post_init__(self) -> None:
         self.name = self.name or re.sub(r"(?<!^)([A-Z])", r"_\1", type(self).__name__.removesuffix("Reward")).lower()
@@ -69,9 +71,9 @@ class RewardFunction(ABC):
 
 
 class _TurnFunctionReward(RewardFunction):
-    def __init__(self, function: Callable[..., Any], weight: float = 1.0, name: str | None = None):
+    def __init__(self, function: Callable[..., Any], weight: float = 1.0, name: str | None = None, graded: bool = True):
         super().__init__(weight, name or function.__name__)
-        self.function = function
+        self.function, self.graded = function, graded
         functools.update_wrapper(self, function, updated=())
 
     async def compute_reward(self, turns: Turns, context: Context | None = None) -> RewardResult | float:
@@ -81,11 +83,15 @@ class _TurnFunctionReward(RewardFunction):
 @overload
 def reward_function(weight: Callable[..., Any], /) -> RewardFunction: ...
 @overload
-def reward_function(weight: float = 1.0, name: str | None = None) -> Callable[[Callable[..., Any]], RewardFunction]: ...
 def reward_function(
-    weight: float | Callable[..., Any] = 1.0, name: str | None = None
+    weight: float = 1.0, name: str | None = None, graded: bool = True
+) -> Callable[[Callable[..., Any]], RewardFunction]: ...
+def reward_function(
+    weight: float | Callable[..., Any] = 1.0, name: str | None = None, graded: bool = True
 ) -> RewardFunction | Callable[[Callable[..., Any]], RewardFunction]:
     """Make a reward of a sync or async function of turns and context. A sync function runs in a thread.
+
+    Its values are degrees; with `graded=False` a reward of 1 or more is a success.
 
     Example:
         @reward_function(weight=0.5)
@@ -94,7 +100,7 @@ def reward_function(
     """
     if callable(weight):
         return _TurnFunctionReward(weight)
-    return functools.partial(_TurnFunctionReward, weight=weight, name=name)
+    return functools.partial(_TurnFunctionReward, weight=weight, name=name, graded=graded)
 
 
 def finite(value: Any, where: str, least: float = -math.inf) -> float:
@@ -141,7 +147,7 @@ class TextReward(RewardFunction):
     "base_url": …}`; `{}` uses `OPENAI_MODEL` and `OPENAI_BASE_URL`), or a sync or async function from a prompt to a
     reply. Its score 0 to 10 becomes 0 to 1. If it fails or gives no number, the episode fails."""
     model: str | None = None
-    """Folder of a reward model that scores instead, through the logistic function."""
+    """Folder or Hugging Face id of a reward model that scores instead, through the logistic function."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

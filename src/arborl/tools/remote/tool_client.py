@@ -1,4 +1,4 @@
-"""Client of a tool server: its tools have the interface of local tools."""
+"""Clients of tool servers and of servers that run code: their tools have the interface of local tools."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ import uuid
 import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from arborl.errors import ArborError, ConfigError, EpisodeError, boundary, did_you_mean, paused_deadlines
-from arborl.retry import CircuitBreaker, backoff_waits
-from arborl.tools.core.tool import CallLimiter
-from arborl.tools.core.tool_context import ToolContext
+from arborl.retry import BUSY_STATUS, CircuitBreaker, backoff_waits
+from arborl.tools.core.arguments import ArgumentError
+from arborl.tools.core.tool import CallLimiter, Tool, as_text
+from arborl.tools.core.tool_context import ToolContext, truncate
 from arborl.tools.remote.http_connections import ConnectionBroken, HttpConnections, HttpReply
 from arborl.tools.remote.tool_protocol import CallRequest, CallResponse, ToolDescription, bearer_header
 from arborl.types import ToolResult
 
 RETRIED_STATUS = (429, 502, 503, 504)
+PROBE_CODE = "print(6 * 7)"
 DESCRIPTIONS = TypeAdapter(list[ToolDescription])
 
 
@@ -57,6 +60,8 @@ class ToolClient:
         retries: attempts after the first; by default as many as fit into `call_seconds`.
         backoff: seconds before the first retry; doubled with each up to 5.
     """
+
+    retried_status: Sequence[int] = RETRIED_STATUS
 
     def __init__(
         self,
@@ -172,16 +177,21 @@ class ToolClient:
         finally:
             if not finished:
                 breaker.cancel()
-        if reply.status in RETRIED_STATUS and reply.status != 429:
+        if reply.status in self.retried_status and reply.status != 429:
             breaker.record_failure()
         else:
             breaker.record_success()
         if reply.status < 300:
-            return reply.body, "", 0.0
+            problem = self.body_problem(reply.body)
+            return (reply.body, "", 0.0) if problem is None else (None, problem, 0.0)
         detail = f"{reply.status}: {_error_detail(reply)}"
-        if reply.status not in RETRIED_STATUS:
+        if reply.status not in self.retried_status:
             raise _RequestRefused(f"the tool server refused: {detail}")
         return None, detail, _parse_seconds(reply.headers.get("retry-after"))
+
+    def body_problem(self, body: bytes) -> str | None:
+        """Why the body of a response is to be requested again; None if it is not."""
+        return None
 
     async def end_session(self, session: str) -> None:
         """Close a session on the server. On failure the server closes it after an hour."""
@@ -223,6 +233,96 @@ class RemoteTool:
             session = context.state(self.client, lambda: _RemoteSession(self.client, name)).name
         fields = {name: context.fields[name] for name in self.description.fields if name in context.fields}
         return await self.client.call(self.name, arguments, session, fields)
+
+
+class CodeServerClient(ToolClient):
+    """A client of a server that runs code: `POST /execute` with `{"code": …}`, answered by `{"output": …, "error": …,
+    "success": …}`. Without `success`, code without an error was successful.
+
+    A retry runs the code again: the server knows no keys of calls. Server errors, timeouts and replies that are no JSON
+    object are retried.
+
+    Args:
+        url: server address, without `/execute`.
+        api_key: sent as `Authorization: Bearer …`; by default none.
+        code_prefix: text before every code.
+        options: arguments of `ToolClient`.
+    """
+
+    retried_status = BUSY_STATUS
+
+    def __init__(self, url: str, api_key: str | None = None, code_prefix: str = "", **options: Any):
+        super().__init__(url.rstrip("/").removesuffix("/execute"), api_key or "", **options)
+        self.code_prefix = code_prefix
+
+    def tools(self, only: Sequence[str] | None = None) -> list[CodeServerTool]:  # type: ignore[override]
+        """The tool `python`, after a test of the server. Blocks for one request; call it before the run."""
+        try:
+            body = {"code": PROBE_CODE}
+            headers = {name.decode(): value.decode("latin-1") for name, value in self._headers.items()}
+            response = httpx.post(f"{self.url}/execute", json=body, headers=headers, timeout=self.attempt_seconds)
+        except httpx.HTTPError as error:
+            raise ConfigError(f"no code server answers at {self.url} ({type(error).__name__}: {error}).") from error
+        problem = self.body_problem(response.content)
+        if response.status_code >= 300 or problem is not None:
+            reason = problem if response.status_code < 300 else f"status {response.status_code}"
+            raise ConfigError(f"{self.url}/execute does not run code ({reason}). Is it POST /execute of a code server?")
+        return [CodeServerTool(self)]
+
+    def body_problem(self, body: bytes) -> str | None:
+        try:
+            reply = json.loads(body)
+        except (ValueError, RecursionError):
+            return f"the reply is not JSON: {body[:100]!r}"
+        has_keys = isinstance(reply, dict) and reply.keys() & {"output", "error", "success"}
+        return None if has_keys else f"the reply has neither output nor error: {body[:100]!r}"
+
+    async def execute(self, code: str) -> ToolResult:
+        """Run code. Code that fails is a successful call; a server that refuses or does not respond is not."""
+        if self._closed:
+            return ToolResult("the client of the code server is closed", False, "unavailable")
+        start = time.perf_counter()
+        try:
+            reply = json.loads(await self.request("/execute", json.dumps({"code": self.code_prefix + code}).encode()))
+        except _RequestRefused as error:
+            return ToolResult(str(error), False, "refused", time.perf_counter() - start)
+        except ArborError as error:
+            return ToolResult(str(error), False, "unavailable", time.perf_counter() - start)
+        return ToolResult(execution_text(reply), True, "ok", time.perf_counter() - start)
+
+
+def execution_text(reply: Mapping[str, Any]) -> str:
+    """Text for the model: the output, and the error of code that failed."""
+    output, error = (as_text(reply.get(key) or "").rstrip("\n") for key in ("output", "error"))
+    success = reply.get("success")
+    if success or (success is None and not error):
+        return output or "(no output)"
+    return "\n".join(part for part in (output, "" if error in output else error) if part) or "the code failed"
+
+
+class CodeServerTool(Tool):
+    """Runs Python code on a code server. Every call begins anew."""
+
+    def __init__(self, client: CodeServerClient):
+        super().__init__(self.python, timeout=client.call_seconds)
+        self.client = client
+
+    async def python(self, code: str) -> str:
+        """Run a Python program and read what it prints. Every call begins anew.
+
+        Args:
+            code: for example: x = 6; print(x * 7)
+        """
+        return (await self.client.execute(code)).content
+
+    async def run(self, arguments: Mapping[str, Any], context: ToolContext | None = None) -> ToolResult:
+        try:
+            code = self._arguments.check(arguments)["code"]
+        except ArgumentError as error:
+            return ToolResult(str(error), False, "arguments")
+        result = await self.client.execute(code)
+        tokenizer = None if context is None else context.tokenizer
+        return replace(result, content=truncate(result.content, self.max_chars, self.max_tokens, tokenizer))
 
 
 class _RemoteSession:
