@@ -24,6 +24,7 @@ from arborl.learner.distributed.rendezvous import Rendezvous, check_versions
 
 CONFIG = LearnerConfig(lr=3e-5, decay="none", micro_batch_tokens=40)
 NEEDS = Fake("value").needs
+LATER = 1e-4  # tolerance of a step that follows another
 SLOW = pytest.mark.slow
 STRATEGIES = [
     ("ddp", 2, {}),
@@ -63,19 +64,21 @@ def assert_went_alike(ours, theirs) -> None:
     assert gap < 1e-4 * went
 
 
-def assert_same_step(group, single, groups, algorithm) -> None:
-    """What both say, their gradients, and what they are after an update."""
+def assert_same_step(group, single, groups, algorithm, tolerance: float = 1e-5) -> None:
+    """What both say, their gradients, and what they are after an update. After an update the weights themselves differ
+    by a step of AdamW where a gradient is nothing but rounding, so later steps take a larger `tolerance`."""
     forest, terms = batch_of(groups, algorithm)
     ours, theirs = (one.score_terms(forest.trees, terms, algorithm.needs) for one in (group, single))
     for name in ("value", "reference"):
-        np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), atol=1e-5)
-    np.testing.assert_allclose(group.logprobs(forest.trees, terms), single.logprobs(forest.trees, terms), atol=1e-5)
+        np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), atol=tolerance)
+    logprobs = [one.logprobs(forest.trees, terms) for one in (group, single)]
+    np.testing.assert_allclose(*logprobs, atol=tolerance)
     results = [one.backward(forest.trees, theirs, algorithm) for one in (group, single)]
-    assert results[0]["policy/loss"] == pytest.approx(results[1]["policy/loss"], abs=1e-5)
-    assert_close(group.gradients(), single.gradients(), 1e-5)
+    assert results[0]["policy/loss"] == pytest.approx(results[1]["policy/loss"], abs=tolerance)
+    assert_close(group.gradients(), single.gradients(), tolerance)
     metrics = [one.update(forest.trees, theirs, algorithm) for one in (group, single)]
     for name, value in metrics[1].items():
-        assert metrics[0][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+        assert metrics[0][name] == pytest.approx(value, rel=10 * tolerance, abs=tolerance), name
     assert_went_alike(group, single)
 
 
@@ -89,7 +92,7 @@ def test_several_ranks_take_the_step_of_one(strategy, ranks, more):
     with world(strategy, ranks, body(), algorithm.needs, config, **more) as group:
         groups = random_groups(7, groups=5)
         assert_same_step(group, single, groups, algorithm)
-        assert_same_step(group, single, random_groups(3, groups=1), algorithm)
+        assert_same_step(group, single, random_groups(3, groups=1), algorithm, LATER)
         forest, terms = batch_of(groups, algorithm)
         none = group.update(forest.trees, terms.pick(np.zeros(0, dtype=int)), algorithm)
         assert none["learner/skipped/no_terms"] == 1.0
@@ -113,11 +116,11 @@ def test_adapters_take_the_same_step_too(strategy, ranks, more):
     algorithm = Fake("sequence", reference=True)
     single = alone(body(lora=4), algorithm.needs, CONFIG)
     with world(strategy, ranks, body(lora=4), algorithm.needs, CONFIG, **more) as group:
-        for seed in (7, 8):
-            assert_same_step(group, single, random_groups(seed, groups=4, longest=30), algorithm)
+        for seed, tolerance in ((7, 1e-5), (8, LATER)):
+            assert_same_step(group, single, random_groups(seed, groups=4, longest=30), algorithm, tolerance)
         for one in (group, single):
             one.update_reference()
-        assert_same_step(group, single, random_groups(9, groups=3), algorithm)
+        assert_same_step(group, single, random_groups(9, groups=3), algorithm, LATER)
 
 
 @pytest.mark.slow
@@ -127,8 +130,8 @@ def test_a_critic_of_its_own_is_sharded_like_the_policy(strategy):
     algorithm = Fake("value", reference=True)
     single = alone(body(), algorithm.needs, config)
     with world(strategy, 2, body(), algorithm.needs, config) as group:
-        for seed in (1, 2):
-            assert_same_step(group, single, random_groups(seed, groups=4), algorithm)
+        for seed, tolerance in ((1, 1e-5), (2, LATER)):
+            assert_same_step(group, single, random_groups(seed, groups=4), algorithm, tolerance)
 
 
 @pytest.mark.slow
