@@ -47,6 +47,10 @@ def episodes(done):
     return [json.loads(line) for path in (done.folder / "episodes").glob("step-*") for line in path.open()]
 
 
+def metrics(done):
+    return [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]
+
+
 def test_a_run_of_another_machine_runs_without_its_rows_its_gpus_and_its_tracker(file, caplog):
     with caplog.at_level(logging.WARNING):
         assert check(file()).summary["steps"] == 1
@@ -76,7 +80,16 @@ def test_rewards_that_need_a_server_weights_or_a_package_are_replaced(file, rewa
 def test_rows_for_letters_and_for_instructions_have_them(file):
     played = episodes(check(file(rewards=["choice", "ifeval"])))
     assert all(episode["failure"] is None for episode in played)
-    assert {episode["task"]["fields"]["answer"] for episode in played} <= set("ABCD")
+    assert {episode["task"]["fields"]["answer"] for episode in played} == {"B"}
+
+
+@pytest.mark.parametrize("reward", ["data_source", "equal", "exact", "choice", "short_answer"])
+def test_some_replies_to_replaced_rows_are_correct_so_the_check_takes_an_optimizer_step(file, reward):
+    done = check(file(rewards=[reward]), "rollout.group_size=4")
+    values = {episode["rewards"][reward] for episode in episodes(done)}
+    assert max(values) == 1.0
+    assert min(values) <= 0.0
+    assert [line["learner/steps"] for line in metrics(done) if "learner/steps" in line] == [1]
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,11 @@ EVALUATION_TASKS = 8
 ENDPOINTS = ("judge", "reward_model")
 """Rewards that need a server or weights."""
 TESTS = [{"input": "3 4", "output": "7"}]
+ANSWER, LETTER = "7", "B"
+"""The answer to every row, and the one to every row with letters."""
+REPLY = "The answer is \\boxed{{{0}}}.\n#### {0}\n<answer>{0}</answer>"
+"""A correct reply, in the forms that rewards of the library read."""
+WRONG_REPLIES = ("I do not know.", "The answer is 1.")
 
 
 def stub_run(config: RunConfig, objects: Mapping[str, Any], resuming: bool) -> tuple[RunConfig, dict[str, Any]]:
@@ -44,7 +49,7 @@ def stub_run(config: RunConfig, objects: Mapping[str, Any], resuming: bool) -> t
     made = dict(objects)
     tree = config.model_dump()
     if not config.data.offline:
-        tree["engine"] = config.engine.scripted()
+        tree["engine"] = config.engine.scripted().model_dump()
     tree["trainer"] |= {"steps": min(config.trainer.steps or STEPS, STEPS), "epochs": None, "checkpoint_dir": None}
     tree["demonstrations"] |= {"steps": min(config.demonstrations.steps, 1)}
     for key in ("tasks_per_step", *(() if config.data.offline else ("spare_groups", "group_size"))):
@@ -59,7 +64,10 @@ def stub_run(config: RunConfig, objects: Mapping[str, Any], resuming: bool) -> t
     replaced += ["trainer.checkpoint_dir by the run folder"] if config.trainer.checkpoint_dir is not None else []
     replaced += _replace_lengths(config, tree)
     replaced += _replace_models(config, tree)
-    replaced += _replace_rows(config, tree, made)
+    rows = list(_replace_rows(config, tree, made))
+    if rows and config.env.name == "question" and tree["engine"]["name"] == "scripted" and not tree["engine"]["args"]:
+        tree["engine"]["args"] = {"replies": [REPLY.format(ANSWER), REPLY.format(LETTER), *WRONG_REPLIES]}
+    replaced += rows
     replaced += _replace_parts(config, tree, made)
     replaced += [] if resuming else _replace_folder(config, tree)
     if replaced:
@@ -179,7 +187,7 @@ def _compares_letters(config: RunConfig, source: str) -> bool:
 
 def _row(source: RowsConfig, number: int, label: str, is_letter: bool) -> dict[str, Any]:
     """A row with the columns that rewards of the library, and offline algorithms, read."""
-    question, answer = f"What is {number} + 4?", "ABCD"[number % 4] if is_letter else str(number + 4)
+    question, answer = f"What is {number + 7} - {number}?", LETTER if is_letter else ANSWER
     truth: Any = {"inputs": ["3 4"], "outputs": ["7"]} if label in CODE_SOURCES else answer
     said = {"role": "assistant", "content": f"The answer is {answer}."}
     row: dict[str, Any] = {
@@ -190,7 +198,7 @@ def _row(source: RowsConfig, number: int, label: str, is_letter: bool) -> dict[s
         "reward_model": {"style": "rule", "ground_truth": truth},
         "ground_truth": answer,
         "golden_answers": [answer],
-        "document_content": f"{number} and 4 make {answer}. " * 20,
+        "document_content": f"{number + 7} - {number} is {answer}. " * 20,
         "tests": TESTS,
         "test_cases": json.dumps(TESTS),
         "instruction_id_list": ["punctuation:no_comma"],
