@@ -40,7 +40,6 @@ from arborl.data import open_source
 from arborl.envs import ENVS
 from arborl.envs.env import Env
 from arborl.envs.prompt_wrapper import wrap_with_prompt
-from arborl.learner.core.optimizer import default_lr
 from arborl.models.model_files import resolve
 from arborl.types import Message, Task
 
@@ -113,7 +112,7 @@ def trl_config(config: RunConfig, steps: int, size: int, model: hf.PreTrainedMod
         steps_per_generation=episodes // size, num_generations=config.rollout.group_size,
         max_completion_length=config.sampling.max_tokens, temperature=config.sampling.temperature, top_p=1.0, top_k=0,
         beta=0.0, num_iterations=1, loss_type="grpo", scale_rewards="group", epsilon=config.algorithm.clip_low,
-        learning_rate=learner.lr or learner.lr_scale * default_lr(model.num_parameters()),
+        learning_rate=learner.learning_rate(model.num_parameters()),
         lr_scheduler_type="linear", warmup_steps=learner.warmup, max_grad_norm=learner.max_grad_norm,
         adam_beta1=learner.betas[0], adam_beta2=learner.betas[1], weight_decay=learner.weight_decay,
         gradient_checkpointing=False, shuffle_dataset=False, disable_tqdm=True, logging_steps=1,

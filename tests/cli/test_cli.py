@@ -121,6 +121,28 @@ def test_print_writes_a_configuration_that_loads_to_the_same(api: FakeApi, here:
     assert load(here / "printed.yaml") == load(None, ["env.args.size=6"])
 
 
+def test_print_shows_the_learning_rate_in_force() -> None:
+    assert "#   learner.lr: 0.0006 (default for 2.1M parameters)" in call("train", "--print").stdout
+    assert "#   learner.lr: 0.006 (default" in call("train", "--print", "model.lora.rank=4").stdout
+    assert "#   learner.lr: 0.5\n" in call("train", "--print", "learner.lr=0.5").stdout
+
+
+def test_diff_prints_what_differs_from_the_defaults_as_a_file_that_loads_to_the_same(here: Path) -> None:
+    words = ["algorithm=gspo", "rollout.group_size=4", "name='a b: c'", "model.lora.target=[q_proj, v_proj]"]
+    result = call("train", "--print", "--diff", *words)
+    assert "rollout.group_size: 4   # default: 8\n" in result.stdout
+    assert "learner" not in result.stdout
+    (here / "short.yaml").write_text(result.stdout)
+    assert load(here / "short.yaml") == load(None, words)
+    assert call("train", "--diff").stdout == "# all settings have their defaults\n"
+
+
+def test_a_stub_run_is_not_the_latest_run(here: Path) -> None:
+    make_run(here / "runs" / "maze-001")
+    make_run(here / "runs" / "maze-002", stub=True)
+    assert newest_run(Path("runs")) == newest_run(Path("runs"), "maze") == Path("runs/maze-001")
+
+
 def test_resume_finds_the_run_and_its_configuration(api: FakeApi, here: Path) -> None:
     run = make_run(here / "x", seed=5, agent="tool", tools=["calculator"])
     for number in (1, 2, 10):

@@ -13,7 +13,8 @@ from arborl.track.console import BLOCKS, fields, held_out_fields, span, sparklin
 
 METRICS = {
     "reward/mean": 0.412, "episode/success": 0.41, "policy/entropy": 0.83, "rollout/sampled_per_second": 4120.0,
-    "time/step": 2.1, "episode/failed": 0.0, "learner/grad_norm": 0.7,
+    "time/step": 2.1, "episode/failed": 0.0, "learner/grad_norm": 0.7, "policy/kl": 0.00123, "episode/sampled": 96.0,
+    "episode/calls": 3.0,
 }  # fmt: skip
 
 
@@ -37,7 +38,8 @@ def test_without_a_terminal_a_step_is_one_line_however_narrow():
     assert rich.file.getvalue().splitlines() == [
         "frozen-lake",
         "seedling",
-        "step   3/60  reward  0.412  success 0.41  entropy 0.83   4.1k tok/s    2.1 s/step  left 2:00",
+        "step   3/60  reward  0.412  success 0.41  KL  0.0012  grad     0.7  entropy 0.83  reply   32 tok    4.1k tok/s"
+        "    2.1 s/step  left 2:00",
     ]
 
 
@@ -47,9 +49,20 @@ def test_lines_of_a_run_are_aligned():
         for step, (reward, speed) in enumerate([(0.5, 12_345.0), (-0.25, 7.0)]):
             console.log({**METRICS, "reward/mean": reward, "rollout/sampled_per_second": speed}, step)
     first, second = rich.file.getvalue().splitlines()
-    assert [first.index(word) for word in ("success", "tok/s", "left")] == [
-        second.index(word) for word in ("success", "tok/s", "left")
+    words = ("success", "KL", "grad", "reply", "tok/s", "left")
+    assert [first.index(word) for word in words] == [second.index(word) for word in words]
+
+
+def test_a_metric_that_a_later_step_lacks_keeps_its_column():
+    rich = piped()
+    with Console(100, [], console=rich) as console:
+        console.log(METRICS, 1)
+        console.log({name: value for name, value in METRICS.items() if name in ("policy/entropy", "time/step")}, 2)
+    first, second = rich.file.getvalue().splitlines()
+    assert [first.index(word) for word in ("entropy", "s/step")] == [
+        second.index(word) for word in ("entropy", "s/step")
     ]
+    assert second.startswith("step   2/100  reward      –  success    –  KL       –  grad       –  entropy 0.83")
 
 
 EVALUATION = {"evaluation/tasks": 9.0, "evaluation/success": 0.5, "evaluation/failed": 0.0}
@@ -61,7 +74,7 @@ EVALUATION = {"evaluation/tasks": 9.0, "evaluation/success": 0.5, "evaluation/fa
         ([(10, {"reward/mean": float("nan"), "time/step": 1.0})], ["step  10/10    1.0 s/step  left 0:00"]),
         (
             [(1, {"episode/count": 8.0, "episode/failed": 8.0, "time/step": 1.0})],
-            ["step   1/10  reward      –  success    –    1.0 s/step  failed 8  left 0:09"],
+            ["step   1/10  reward      –    1.0 s/step  failed 8  left 0:09"],
         ),
         (
             [(0, EVALUATION), (1, {"time/step": 1.0} | EVALUATION)],

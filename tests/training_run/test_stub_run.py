@@ -142,3 +142,13 @@ def test_steps_of_the_command_line_replace_epochs_of_the_file_and_the_reverse(fi
     assert (config.trainer.steps, config.trainer.epochs) == (None, 2)
     with pytest.raises(ConfigError, match="both set the length"):
         load(file(), ["trainer.steps=3", "trainer.epochs=2"])
+
+
+def test_a_stub_run_is_marked_in_its_files_and_its_output_and_can_be_resumed(file, capsys):
+    done = check(file())
+    assert "elsewhere: stub, scripted replies: seedling learns question" in capsys.readouterr().out
+    assert done.summary["stub"] is True
+    assert "\nstub: true\n" in (done.folder / "config.yaml").read_text()
+    again = CliRunner().invoke(app, ["train", "--resume", str(done.folder), "trainer.steps=2"])
+    assert again.exit_code == 0, again.output
+    assert json.loads((done.folder / "summary.json").read_text())["steps"] == 2

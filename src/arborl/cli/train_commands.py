@@ -6,8 +6,9 @@ import asyncio
 import re
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,6 +37,7 @@ def train(
     print_only: Annotated[
         bool, option("--print", help="Check and print the resolved configuration, and stop.")
     ] = False,
+    diff: Annotated[bool, option("--diff", help="Print only the settings that differ from their defaults.")] = False,
     trust: Trust = False,
     stub: Annotated[bool, option("--stub", help="Run the whole loop with scripted replies, in seconds.")] = False,
     profile: Annotated[
@@ -44,7 +46,6 @@ def train(
     log_level: LogLevel = None,
 ) -> None:
     """Train a policy. Without arguments: the demo, a small model that learns to cross a frozen lake."""
-    from arborl.config.config_base import dump_yaml
     from arborl.config.load_config import load
 
     file, settings = file_and_settings(arguments, other=config_file)
@@ -58,15 +59,54 @@ def train(
         config = config.model_copy(update={"output_dir": save}) if save is not None else config
     else:
         config, resume = resume_config(file, settings, resume, trust, save)
-    if print_only:
+    if print_only or diff:
         from arborl.training_run.build import check
 
         check(config)
-        typer.echo(dump_yaml(config), nl=False)
+        typer.echo(print_diff(config) if diff else print_config(config), nl=False)
         return
     from arborl import training_run
 
     training_run.train(config, resume=resume, stub=stub, profile=profile)  # prints its own progress
+
+
+def print_config(config: RunConfig) -> str:
+    """The whole configuration as YAML, with the values in force of settings that follow others as comments."""
+    from arborl.config.config_base import dump_yaml
+
+    lines = [f"#   {key}: {value}\n" for key, value in values_in_force(config).items()]
+    return "".join(["# In force on this machine:\n", *lines, dump_yaml(config)])
+
+
+def print_diff(config: RunConfig) -> str:
+    """The settings that differ from their defaults, as a short YAML file with the defaults as comments."""
+    import yaml
+
+    from arborl.config.run_config import RunConfig
+    from arborl.training_run.resume import changes
+
+    def plain(value: Any) -> str:
+        text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
+        return text.removesuffix("...\n").strip()
+
+    lines = [f"{one.key}: {plain(one.now)}   # default: {plain(one.before)}\n" for one in changes(RunConfig(), config)]
+    return "".join(lines) or "# all settings have their defaults\n"
+
+
+def values_in_force(config: RunConfig) -> dict[str, str]:
+    """What settings that follow the model or the machine amount to here."""
+    from arborl.cluster.planner.model_shape import shape_from_config
+    from arborl.models.model_files import read_model_config, resolve
+
+    model, learner = config.model, config.learner
+    try:
+        parameters = shape_from_config(model.name, read_model_config(resolve(model.name)), model).sizes.parameters
+    except ConfigError:
+        return {"learner.lr": "by the size of the model" if learner.lr is None else f"{learner.lr:g}"}
+    from arborl.track.console import thousands
+
+    why = "" if learner.lr is not None else f" (default for {thousands(parameters)} parameters)"
+    return {"learner.lr": f"{learner.learning_rate(parameters, model.lora.rank > 0):g}{why}"}
 
 
 def resume_config(
@@ -103,8 +143,9 @@ def resume_config(
 
 
 def newest_run(runs: Path, name: str | None = None) -> Path:
-    """The run `name` or `name-NNN` with the highest number; without a name, the run that was started last."""
-    folders = sorted(file.parent for file in runs.glob("*/config.yaml"))
+    """The run `name` or `name-NNN` with the highest number; without a name, the run that was started last. Stub runs
+    are not among them."""
+    folders = sorted(file.parent for file in runs.glob("*/config.yaml") if not is_stub(file))
     if name is None:
         if not folders:
             raise ConfigError(f"{runs.absolute()}: contains no run to resume. Write output_dir=FOLDER.")
@@ -115,6 +156,13 @@ def newest_run(runs: Path, name: str | None = None) -> Path:
         others = f" Runs: {', '.join(folder.name for folder in folders[-5:])}." if folders else ""
         raise ConfigError(f"{runs.absolute()}: contains no run {name!r} to resume.{others} Write output_dir=FOLDER.")
     return max(numbered)[1]
+
+
+def is_stub(config_file: Path) -> bool:
+    """Whether a run was started with `--stub`."""
+    with suppress(OSError, UnicodeDecodeError):
+        return re.search(r"^stub: true$", config_file.read_text(encoding="utf-8"), re.MULTILINE) is not None
+    return False
 
 
 def _run_of(checkpoint: Path) -> Path | None:

@@ -103,6 +103,9 @@ class RunConfig(Config):
     """Episodes depend on the seed only, not on concurrency, batch composition or restarts. Slower."""
     threads: int = Field(0, ge=0)
     """CPU threads of torch; 0 for its default."""
+    stub: bool = False
+    """The same as `--stub`: a few small steps with scripted replies and with stand-ins for what this machine lacks, to
+    check the loop."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     env: EnvConfig = EnvConfig()

@@ -79,6 +79,11 @@ class LearnerConfig(Config):
     """Initial model of a separate critic, with the tokenizer of the policy. A sequence classifier with one label, such
     as a reward model, keeps its head."""
 
+    def learning_rate(self, parameters: int, adapted: bool = False) -> float:
+        """`lr`, or its default for a model of this size."""
+        default = 6e-4 if parameters < 10_000_000 else 1e-5 if parameters < 500_000_000 else 1e-6
+        return self.lr or self.lr_scale * default * (10 if adapted else 1)
+
     @property
     def has_separate_critic(self) -> bool:
         """Whether a critic is a separate model."""

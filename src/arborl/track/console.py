@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -21,6 +21,21 @@ from arborl.track.run_log import logs_above
 from arborl.types import Metrics
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+COLUMNS: dict[str, tuple[str, int, Callable[[float], str]]] = {
+    "reward/mean": ("reward {}", 6, lambda value: f"{value:.3f}"),
+    "episode/success": ("success {}", 4, lambda value: f"{value:.2f}"),
+    "sft/loss": ("imitation loss {}", 5, lambda value: f"{value:.3f}"),
+    "policy/loss": ("loss {}", 7, lambda value: f"{value:.4f}"),
+    "policy/kl": ("KL {}", 7, lambda value: f"{value:.2g}"),
+    "learner/grad_norm": ("grad {}", 7, lambda value: f"{value:.3g}"),
+    "policy/entropy": ("entropy {}", 4, lambda value: f"{value:.2f}"),
+    "reply": ("reply {} tok", 4, lambda value: f"{value:.0f}"),
+    "rollout/sampled_per_second": ("{} tok/s", 6, lambda value: thousands(value)),
+    "time/step": ("{} s/step", 5, lambda value: f"{value:.{1 if value >= 1 else 2}f}"),
+}
+"""Metrics of a step's line in order: form, width and text of the value. `reply` is the mean length of a reply."""
+LOSSES = ("sft/loss", "policy/loss")
+"""Columns of some steps only; all others stay when a step lacks the metric."""
 GIVEN = ("loss", "perplexity", "accuracy", "margin")
 """Metrics of demonstrations and preferences."""
 SHOWN = ("tasks", "success", "reward", "greedy_success", "greedy_reward", *GIVEN, "failed", "greedy_failed")
@@ -59,6 +74,8 @@ class Console:
         self.clock = clock
         self.start_time = self.last_log = clock()
         self.latest: Metrics = {}
+        self.columns: set[str] = set()
+        """Columns that a step has had."""
         self.activity = ""
         self.rewards: list[float] = []
         self.successes: list[float] = []
@@ -95,7 +112,12 @@ class Console:
         for name, history in (("reward/mean", self.rewards), ("episode/success", self.successes)):
             if name in self.latest:
                 history.append(self.latest[name])
-        self._print_line(self._line())
+        if "episode/count" in metrics and metrics.get("episode/failed", 0.0) >= metrics["episode/count"]:
+            self.columns.add("reward/mean")  # unmeasured, since all episodes failed
+        line = self._line()
+        self.columns |= {name for name in COLUMNS if name in metrics} - set(LOSSES)
+        self.columns |= {"reply"} if "episode/calls" in metrics else set()
+        self._print_line(line)
 
     def note(self, text: str) -> None:
         self.on_line(text)
@@ -130,7 +152,7 @@ class Console:
 
     def _line(self) -> str:
         left = [f"left {span(self.left)}"] if self.left is not None else []
-        return "  ".join([self._count(self.step), *fields(self.latest), *left, *self._remarks()])
+        return "  ".join([self._count(self.step), *fields(self.latest, self.columns), *left, *self._remarks()])
 
     def _remarks(self) -> list[str]:
         remark = self.step_remark(self.latest) if self.step_remark is not None and self.latest else ""
@@ -173,22 +195,20 @@ class Console:
         return rows
 
 
-def fields(metrics: Metrics) -> list[str]:
-    """The main metrics of a step as short aligned texts. `–` stands for reward and success if all episodes failed."""
-    shows: dict[str, Callable[[float], str]] = {
-        "reward/mean": lambda value: f"reward {value:>6.3f}",
-        "episode/success": lambda value: f"success {value:.2f}",
-        "sft/loss": lambda value: f"imitation loss {value:.3f}",
-        "policy/loss": lambda value: "" if {"reward/mean", "sft/loss"} & metrics.keys() else f"loss {value:>7.4f}",
-        "policy/entropy": lambda value: f"entropy {value:.2f}",
-        "rollout/sampled_per_second": lambda value: f"{thousands(value):>5} tok/s" if value else "",
-        "time/step": lambda value: f"{value:>5.{1 if value >= 1 else 2}f} s/step",
-        "episode/failed": lambda value: f"failed {value:g}" if value else "",
-    }
-    texts = [show(metrics[name]) for name, show in shows.items() if name in metrics]
-    if "episode/count" in metrics and metrics.get("episode/failed", 0.0) >= metrics["episode/count"]:
-        texts = [f"reward {UNMEASURED:>6}", f"success {UNMEASURED:>4}", *texts]
-    return [text for text in texts if text]
+def fields(metrics: Metrics, shown_before: Collection[str] = ()) -> list[str]:
+    """The main metrics of a step as aligned texts. A metric of an earlier step that this one lacks is `–`, so that
+    columns keep their places."""
+    values = dict(metrics)
+    if metrics.get("episode/calls"):
+        values["reply"] = metrics.get("episode/sampled", 0.0) / metrics["episode/calls"]
+    if {"reward/mean", "sft/loss"} & metrics.keys():
+        values.pop("policy/loss", None)
+    texts = []
+    for name, (form, width, text_of) in COLUMNS.items():
+        if name in values or name in shown_before:
+            texts.append(form.format(f"{text_of(values[name]) if name in values else UNMEASURED:>{width}}"))
+    failed = metrics.get("episode/failed", 0.0)
+    return texts + ([f"failed {failed:g}"] if failed else [])
 
 
 def held_out_fields(metrics: Metrics) -> list[str]:

@@ -96,7 +96,7 @@ def train(
         profile: write torch's trace of two steps.
     """
     objects = objects or {}
-    if stub:
+    if stub or config.stub:
         config, objects = stub_run(config, objects, resuming=resume is not None)
     if config.learner.strategy != "single" and os.environ.get("RANK", "0") != "0":
         from arborl.learner.distributed.launch import serve_launched_rank

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -23,6 +24,7 @@ from arborl.registry import short_name
 from arborl.rollout.episode_store import EpisodeStore
 from arborl.track import Console, JsonlTracker, TensorBoardTracker, Tracker, Trackers, table_before_after
 from arborl.track.background_tracker import BackgroundTracker
+from arborl.track.console import thousands
 from arborl.track.run_log import RunLog
 from arborl.track.timeline import Timeline
 from arborl.track.tracing import traced
@@ -229,7 +231,25 @@ class RunSession:
         what = f"{config.model.name} learns {task} with {algorithm}, seed {config.seed}"
         sandbox = [f"code runs under {self.parts.sandbox}"] if self.parts.sandbox is not None else []
         cluster = [f"on {self.parts.cluster}"] if self.parts.cluster is not None else []
-        return [f"{config.name}: {what}", f"into {self.home}", *sandbox, *cluster]
+        stub = "stub, scripted replies: " if config.stub else ""
+        view = f"into {self.home}   (arborl view {shlex.quote(str(self.home))})"
+        return [f"{config.name}: {stub}{what}", view, *self._sizes(), *sandbox, *cluster]
+
+    def _sizes(self) -> list[str]:
+        """Model with its adapters; learning rate; size of a step."""
+        config, learner, lora = self.config, self.parts.learner, self.config.model.lora
+        parameters = list(self.parts.model.parameters())
+        model = f"model {config.model.name}: {thousands(sum(p.numel() for p in parameters))} parameters"
+        if lora.rank:
+            trained = thousands(sum(p.numel() for p in parameters if p.requires_grad))
+            model += f", LoRA rank {lora.rank} on {', '.join(lora.target)}: {trained} trained"
+        decay = config.learner.decay.replace("_", " ")
+        rate = f"learning rate {learner.lr:.3g}" + (f", {decay}" if decay != "none" else "")
+        tasks, group, limit = config.rollout.tasks_per_step, config.rollout.group_size, config.sampling
+        if config.data.offline:
+            return [model, f"{rate}; {tasks} rows per step"]
+        most = tasks * group * min(config.rollout.max_turns * limit.max_tokens, limit.max_context)
+        return [model, f"{rate}; {tasks} tasks x {group} episodes per step, at most {thousands(most)} tokens"]
 
     async def _measure(self, trainer: Trainer) -> EvaluationResult:
         if self.config.evaluation.tasks == 0:
@@ -264,6 +284,8 @@ class RunSession:
             "failures": trainer.failure_monitor.failures.state(),
             "execution": self.execution,
         } | more
+        if self.config.stub:
+            self.summary["stub"] = True
         if self.parts.sandbox is not None:
             self.summary["sandbox"] = str(self.parts.sandbox)
         run_folder.write_json(self.home / "summary.json", self.summary)

@@ -47,7 +47,7 @@ WRONG_REPLIES = ("I do not know.", "The answer is 1.")
 def stub_run(config: RunConfig, objects: Mapping[str, Any], resuming: bool) -> tuple[RunConfig, dict[str, Any]]:
     """The run with a few small steps, scripted replies and stand-ins, and the objects of its parts."""
     made = dict(objects)
-    tree = config.model_dump()
+    tree = config.model_dump() | {"stub": True}
     if not config.data.offline:
         tree["engine"] = config.engine.scripted().model_dump()
     tree["trainer"] |= {"steps": min(config.trainer.steps or STEPS, STEPS), "epochs": None, "checkpoint_dir": None}

@@ -30,7 +30,6 @@ from arborl.learner.core.optimizer import (
     NO_INITIAL_UPDATES,
     InitialUpdates,
     LossScale,
-    default_lr,
     local_shard,
     lr_factor,
 )
@@ -104,7 +103,7 @@ class Learner(BaseLearner):
         self.model, self.config, self.sampling = model, config, sampling
         self.total_steps, self.seed, self.first = total_steps, seed, first
         adapted = has_lora(model)
-        self.lr = config.lr or config.lr_scale * default_lr(model.num_parameters()) * (10 if adapted else 1)
+        self.lr = config.learning_rate(model.num_parameters(), adapted)
         if config.min_lr > self.lr:
             raise ConfigError(
                 f"learner.min_lr={config.min_lr:g} is above the learning rate {self.lr:g}. Write a smaller "

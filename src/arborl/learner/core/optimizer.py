@@ -286,7 +286,3 @@ def lr_factor(config: LearnerConfig, step: int, total: int, floor: float = 0.0) 
     done = min(1.0, (step - rising) / max(1, total - rising))
     left = 1.0 - done if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return floor + (1.0 - floor) * left
-
-
-def default_lr(parameters: int) -> float:
-    return 6e-4 if parameters < 10_000_000 else 1e-5 if parameters < 500_000_000 else 1e-6

@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid
 
 from arborl.config.training_config import LearnerConfig
 from arborl.errors import RunStopped
-from arborl.learner.core.optimizer import Optimizer, default_lr, lr_factor
+from arborl.learner.core.optimizer import Optimizer, lr_factor
 from arborl.learner.core.packing import chunks
 from arborl.models.output_heads import SequenceScorer
 from arborl.seeds import generator
@@ -41,7 +41,7 @@ class PairLearner:
 
     def __init__(self, scorer: SequenceScorer, config: LearnerConfig, total_steps: int):
         self.scorer, self.config, self.total_steps, self.done = scorer, config, total_steps, 0
-        self.lr = config.lr or default_lr(scorer.model.num_parameters())
+        self.lr = config.learning_rate(scorer.model.num_parameters())
         self.optimizer = Optimizer(scorer.model.parameters(), (), config, (self.lr, self.lr))
         self.budget = config.micro_batch_tokens or (16_384 if scorer.model.device.type == "cuda" else 4_096)
 
