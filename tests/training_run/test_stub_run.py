@@ -121,6 +121,11 @@ def test_a_folder_that_holds_a_run_gets_a_new_name(file, tmp_path):
     assert [folder.name for folder in folders] == ["out", "out-2", "out-3"]
 
 
+def test_the_precision_is_that_of_this_machine(file):
+    done = check(file(model={"name": "seedling", "dtype": "bfloat16", "device": "cpu"}, placement="local"))
+    assert done.summary["execution"]["precision"] == "float32"
+
+
 def test_models_beside_the_policy_are_replaced_by_it(file):
     args = {"teacher": "Qwen/Qwen3-32B"}
     assert check(file(algorithm={"name": "distill", "args": args}, rewards=[])).summary["steps"] == 1

@@ -111,7 +111,10 @@ def _replace_lengths(config: RunConfig, tree: dict[str, Any]) -> Iterator[str]:
 
 
 def _replace_models(config: RunConfig, tree: dict[str, Any]) -> Iterator[str]:
-    """Models beside the policy: the policy's own weights in their place."""
+    """Precisions that are slow here, and models beside the policy: the policy's own weights in their place."""
+    if config.model.dtype in ("bfloat16", "float16"):
+        tree["model"]["dtype"] = "auto"
+        yield "model.dtype by auto"
     if config.learner.critic_from is not None and not is_model_folder(Path(config.learner.critic_from).expanduser()):
         tree["learner"]["critic_from"] = None
         yield "learner.critic_from"
