@@ -230,6 +230,19 @@ def test_a_check_that_raises_is_a_failed_row() -> None:
     assert after.state == "ok"
 
 
+def test_doctor_does_not_break_ids_of_episodes() -> None:
+    from arborl.cli.run_commands import findings_text
+
+    name = "frozen_lake/train/000123#" + "4" * 50
+    finding = Finding("episodes", "warn", "a long sentence " * 10, "Read them.", (f"see {name}", "and another one"))
+    lines = findings_text([finding, Finding("run", "ok", "fine")], 60).plain.splitlines()
+    assert any(name in line for line in lines)
+    assert max(len(line) for line in lines if name not in line) <= 60
+    assert lines[0].startswith("episodes  warn  a long sentence")
+    assert lines[-2].strip() == "To do: Read them."
+    assert lines[-1] == "run       ok    fine"
+
+
 def test_doctor_exits_with_1_when_a_row_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("arborl.doctor.installation.CHECKS", (lambda: Finding("disk", "fail", "full", "Make room."),))
     result = call("doctor")

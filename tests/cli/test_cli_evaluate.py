@@ -40,7 +40,7 @@ def test_two_policies_are_compared_by_task() -> None:
     copy.write_text("sampling: {max_tokens: 4, max_context: 512}\nenv: {args: {size: 3, max_steps: 2}}\n")
     done = call(str(copy), "seedling", "--episodes", "3", "--temperature", "0", "threads=1")
     assert done.exit_code == 0, done.output
-    assert "seedling minus copy.yaml, greedy: success" in done.stdout
+    assert "copy.yaml minus seedling, greedy: success" in done.stdout
     assert "over 3 tasks" in done.stdout
 
 

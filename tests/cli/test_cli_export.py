@@ -43,6 +43,7 @@ def test_a_model_is_exported_in_another_dtype(here: Path) -> None:
     done = call("export", "seedling", "--out", "coarse", "--dtype", "bfloat16")
     assert done.exit_code == 0, done.output
     assert json.loads((here / "coarse" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert len({file.stat().st_mode for file in (here / "coarse").iterdir()}) == 1
 
 
 @pytest.mark.parametrize(

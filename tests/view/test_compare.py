@@ -11,7 +11,7 @@ from web_runs import EVIL, add_metrics, made_run
 
 from arborl.cli.main import app
 from arborl.errors import ConfigError
-from arborl.view.comparison import settings_of, write_comparison
+from arborl.view.comparison import held_out_table, settings_of, write_comparison
 
 
 def call(*words):
@@ -39,7 +39,7 @@ def runs(tmp_path):
 def test_seeds_of_one_setting_stand_together_with_their_interval(runs, tmp_path):
     three, one = settings_of(runs)
     assert (len(three.runs), len(one.runs)) == (3, 1)
-    assert one.label == "learner.lr=0.01"
+    assert (three.label, one.label) == ("learner.lr=0.001", "fast")
     add_metrics(runs[0], 9)  # the others are not so far yet
     assert [step for step, *_ in settings_of(runs)[0].band("reward/mean")] == [1, 2]
     page = write_comparison(runs, tmp_path / "all.html").read_text()
@@ -69,6 +69,12 @@ def test_hostile_names_and_settings_are_text(runs, tmp_path):
     assert "<script>" not in write_comparison(runs, tmp_path / "all.html").read_text()
 
 
+def test_a_stub_run_is_marked(runs):
+    with (runs[3] / "config.yaml").open("a") as file:
+        file.write("stub: true\n")
+    assert [row[0] for row in held_out_table(settings_of(runs))[1]] == ["learner.lr=0.001, stub=null", "fast (stub)"]
+
+
 def test_runs_that_cannot_be_compared_raise_an_error(runs, tmp_path):
     with pytest.raises(ConfigError, match="is no run folder"):
         settings_of([runs[0], tmp_path])
@@ -80,6 +86,8 @@ def test_runs_that_cannot_be_compared_raise_an_error(runs, tmp_path):
 def test_the_command_line_writes_both_pages(runs, tmp_path):
     done = call("compare", *runs, "--out", tmp_path / "new" / "all.html")
     assert done.exit_code == 0, done.output
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["fast", "1", "0.200", "0.500", "(0.400–0.990)"] in lines  # the numbers are printed too
     before = set(runs[0].iterdir())
     done = call("report", runs[0], "--out", tmp_path / "one.html")
     assert done.exit_code == 0, done.output

@@ -159,7 +159,7 @@ def print_results(names: Sequence[str], results: Sequence[PolicyResult]) -> None
     console.print(results_table(" ".join(names), results), crop=False)
     for pair in compare_policies(results):
         interval = "" if pair.low is None or pair.high is None else f" [{pair.low:+.3g}, {pair.high:+.3g}]"
-        text = f"{pair.second} minus {pair.first}, {pair.decoding}: {pair.metric} {pair.difference:+.4g}{interval}"
+        text = f"{pair.first} minus {pair.second}, {pair.decoding}: {pair.metric} {pair.difference:+.4g}{interval}"
         console.print(f"{text}, p = {pair.p:.3g} over {pair.tasks} tasks", markup=False, soft_wrap=True)
 
 

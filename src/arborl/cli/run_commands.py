@@ -9,6 +9,7 @@ import webbrowser
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import TextWrapper
 from threading import Thread
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +19,7 @@ from arborl.cli.options import AsJson, LogLevel, Trust, argument, check_choice, 
 from arborl.errors import ConfigError, disk_errors
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.text import Text
 
     from arborl.convert import Draft
     from arborl.diagnosis.finding import Finding
@@ -81,11 +82,23 @@ def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN …", help="Run folders.")],
     out: Annotated[Path, typer.Option(help="File to write.")] = Path("compare.html"),
 ) -> None:
-    """Write an HTML page that compares runs. Seeds of one configuration are pooled, with intervals."""
-    from arborl.view.comparison import write_comparison
+    """Compare runs on held-out tasks, and write an HTML page with curves. Seeds of one configuration are pooled, with
+    intervals."""
+    from rich.console import Console
+
+    from arborl.cli.terminal_table import Text, new_table
+    from arborl.view.comparison import held_out_table, settings_of, write_comparison
 
     if len(runs) < 2:
         raise ConfigError("compare needs two runs. Write arborl compare RUN RUN …, or arborl report RUN.")
+    head, rows = held_out_table(settings_of(runs))
+    if rows:
+        table = new_table(*head, left=head[:1], fold=head[:1])
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console = Console(highlight=False)
+        console.width = console.width if console.is_terminal else 160
+        console.print(table)
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         typer.echo(write_comparison(runs, out))
@@ -110,7 +123,7 @@ def doctor(
         from rich.console import Console
 
         console = Console()
-        console.print(findings_table(findings))
+        console.print(findings_text(findings, console.width if console.is_terminal else 120), soft_wrap=True)
         failed, warned = (sum(finding.state == state for finding in findings) for state in ("fail", "warn"))
         counts = f"{failed} failed, {warned} warnings. Explanations: docs/doctor.md."
         console.print(counts if failed or warned else "No problems found.", highlight=False, soft_wrap=True)
@@ -143,16 +156,25 @@ def find_problems(arguments: Sequence[str], model: str, config: Path | None) -> 
     return examine_model(load(config, [*settings, *([f"model.name={model_folder(model)}"] if model else [])]))
 
 
-def findings_table(findings: Sequence[Finding]) -> Table:
-    from arborl.cli.terminal_table import Text, new_table
+def findings_text(findings: Sequence[Finding], width: int) -> Text:
+    """A paragraph per finding; words such as ids of episodes are not broken."""
+    from rich.text import Text
 
     colors = {"ok": "green", "warn": "yellow", "fail": "red"}
-    table = new_table("check", "", "found", "what to do", left=("check", ""), fold=("found", "what to do"))
+    name_width = max((len(finding.name) for finding in findings), default=0)
+    indent = " " * (name_width + 8)
+    wrapper = TextWrapper(
+        width=max(width, len(indent) + 40), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    text = Text()
     for finding in findings:
-        detail = "\n".join([finding.detail, *(f"· {text}" for text in finding.evidence)])
-        state = Text(finding.state, style=colors[finding.state])
-        table.add_row(finding.name, state, Text(detail), Text(finding.advice))
-    return table
+        text.append(f"{finding.name:{name_width}}  ")
+        text.append(f"{finding.state:4}", style=colors[finding.state])
+        lines = [finding.detail, *(f"· {one}" for one in finding.evidence)]
+        lines += [f"To do: {finding.advice}"] if finding.advice else []
+        wrapped = [wrapper.fill(indent + line) for one in lines for line in one.splitlines()]
+        text.append("  " + "\n".join(wrapped)[len(indent) :] + "\n")
+    return text
 
 
 # ------------------------------------------------------------------------------------------------ export, convert

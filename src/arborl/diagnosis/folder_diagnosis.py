@@ -65,6 +65,8 @@ def _state(files: RunFiles) -> Finding:
     num_episodes = sum(row["episode/count"] or 0 for row in steps)
     state = "finished" if files.summary else "running or interrupted"
     detail = f"{len(steps)}{f' of {total}' if total else ''} steps, {num_episodes:.0f} episodes, {state}"
+    if files.setting("stub"):
+        detail = f"a stub run, with scripted replies: {detail}"
     if not steps:
         return Finding("run", "warn", detail, "No step is done yet: try again later; run.log has more.")
     if not files.episode_paths:

@@ -75,6 +75,7 @@ class PairedComparison:
     metric: str
     tasks: int
     difference: float
+    """Of the first minus the second."""
     low: float | None
     high: float | None
     p: float
@@ -167,7 +168,7 @@ def compare_pair(one: PolicyResult, other: PolicyResult) -> PairedComparison | N
         return None
     common = [task for task in common if all(counts_for(metric, side[task]) for side in sides)]
     first, second = ([names[metric](side[task]) for task in common] for names, side in zip(scores, sides, strict=True))
-    differences = np.subtract(second, first)
+    differences = np.subtract(first, second)
     low, high = bootstrap(differences.tolist()) or (None, None)
     mean, p = float(differences.mean()), sign_flip_test(differences.tolist())
     return PairedComparison(one.name, other.name, one.decoding, metric, len(common), mean, low, high, p)

@@ -75,6 +75,9 @@ def export(
             save_tokenizer(folder, renderer, partial)
             done = _compare(model, partial, renderer, dtype, out, merged)
             (partial / "README.md").write_text(card(name, config, done), encoding="utf-8")
+            mode = (partial / "README.md").stat().st_mode
+            for file in partial.iterdir():
+                file.chmod(mode)  # safetensors writes files that only their owner can read
             partial.rename(out)
         finally:
             shutil.rmtree(partial, ignore_errors=True)

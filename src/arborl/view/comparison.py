@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
+from textwrap import wrap
 from typing import Any
 
 from arborl.errors import ConfigError
@@ -33,11 +34,18 @@ SEEDS = ("seed", "output_dir", "name")
 class SettingRuns:
     """Runs that differ only in their seed."""
 
-    label: str
+    changes: str
     """The settings that differ from the others."""
     runs: list[Path] = field(default_factory=list)
     rows: list[list[dict[str, Any]]] = field(default_factory=list)
     """Metrics of each run."""
+
+    @property
+    def label(self) -> str:
+        """The folder of a single run; of several seeds, the settings that differ from the others."""
+        if len(self.runs) > 1 and self.changes:
+            return self.changes
+        return ", ".join(run.resolve().name for run in self.runs)
 
     def band(self, name: str) -> list[tuple[int, float, float, float]]:
         """Step, mean and 95 % interval over seeds, at steps that all runs have."""
@@ -76,29 +84,40 @@ def settings_of(folders: Sequence[Path]) -> list[SettingRuns]:
     result: dict[str, SettingRuns] = {}
     for folder, config in zip(folders, configs, strict=True):
         values = flat(config)
-        label = ", ".join(f"{key}={_plain(values.get(key))}" for key in differ) or "one setting"
-        setting = result.setdefault(label, SettingRuns(label))
+        changes = ", ".join(f"{key}={_plain(values.get(key))}" for key in differ)
+        setting = result.setdefault(changes, SettingRuns(changes))
         setting.runs.append(folder)
         setting.rows.append(list(read_metrics(folder / "metrics.jsonl")))
     return list(result.values())
 
 
-def _outcome(settings: Sequence[SettingRuns]) -> str:
-    """Held-out metrics before and after training, by setting."""
+def held_out_table(settings: Sequence[SettingRuns]) -> tuple[list[str], list[list[str]]]:
+    """Held-out metrics before and after training: the names of the columns, and a row per setting."""
     summaries = [[read_summary(run) for run in setting.runs] for setting in settings]
     flat_summaries = [one for some in summaries for one in some]
     known = [name for name in MEASURES if any(_measured(one, "after", name) is not None for one in flat_summaries)]
     if not known:
-        return ""
-    head = ["setting", "seeds"]
+        return [], []
+    head = ["run", "seeds"]
     for name in known:
         head += [f"{name.replace('_', ' ')} before", "after"]
     rows = []
-    for number, (setting, some) in enumerate(zip(settings, summaries, strict=True)):
+    for setting, some in zip(settings, summaries, strict=True):
+        stub = " (stub)" if any(read_config(run).get("stub") is True for run in setting.runs) else ""
         cells = [_cell(some, when, name) for name in known for when in ("before", "after")]
+        rows.append([setting.label + stub, str(len(setting.runs)), *cells])
+    return head, rows
+
+
+def _outcome(settings: Sequence[SettingRuns]) -> str:
+    head, rows = held_out_table(settings)
+    if not rows:
+        return ""
+    shown = []
+    for number, (label, *cells) in enumerate(rows):
         key = f'<span class="key" style="background:{COLOURS[number % len(COLOURS)]}"></span>'
-        rows.append([f"{key} {escape(setting.label)}", str(len(setting.runs)), *cells])
-    return f"<h2>Held-out tasks</h2>{html_table(head, rows, 'after')}"
+        shown.append([f"{key} {escape(label)}", *cells])
+    return f"<h2>Held-out tasks</h2>{html_table(head, shown, 'after')}"
 
 
 def _cell(summaries: Sequence[Mapping[str, Any]], when: str, name: str) -> str:
@@ -144,7 +163,9 @@ def _picture(settings: Sequence[SettingRuns], out: Path) -> Path | None:
                 if band:
                     steps, means, low, high_ = (list(column) for column in zip(*band, strict=True))
                     colour, mark = COLOURS[number % len(COLOURS)], "o" if name.startswith("evaluation/") else None
-                    axes.plot(steps, means, color=colour, linewidth=2, marker=mark, label=_short(setting.label))
+                    axes.plot(
+                        steps, means, color=colour, linewidth=2, marker=mark, label="\n".join(wrap(setting.label, 48))
+                    )
                     axes.fill_between(steps, low, high_, color=colour, alpha=0.16, linewidth=0)
         if len(settings) > 1:
             all_axes[0].legend(loc="best", fontsize=9, **LEGEND)
@@ -158,8 +179,9 @@ def _runs(settings: Sequence[SettingRuns]) -> str:
     for setting in settings:
         for run, metrics in zip(setting.runs, setting.rows, strict=True):
             summary, config = read_summary(run), read_config(run)
+            step = metrics[-1]["step"] if metrics else 0
             cells = (
-                str(run), setting.label, str(config.get("seed", "–")), str(metrics[-1]["step"] if metrics else 0),
+                str(run), setting.changes or "the same", str(config.get("seed", "–")), str(step),
                 _cell([summary], "before", metric), _cell([summary], "after", metric),
             )  # fmt: skip
             rows.append([escape(cell) for cell in cells])
@@ -176,7 +198,3 @@ def _differences(folders: Sequence[Path]) -> str:
 
 def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 48 else f"{text[:45]}…"
