@@ -49,3 +49,21 @@ def test_existing_files_are_overwritten_only_with_force(here: Path) -> None:
     assert not (here / "x.py").exists()
     assert call("tool", "x", "--force").exit_code == 0
     assert (here / "test_x.py").read_text() != "mine"
+
+
+RECIPES = sorted(path.parent.name for path in (Path(__file__).parents[2] / "recipes").glob("*/run.yaml"))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_written_with_its_commands_and_can_be_checked_at_once(here: Path, name: str) -> None:
+    done = call("--recipe", name)
+    assert done.exit_code == 0, done.output
+    assert f"arborl train recipes/{name}/run.yaml" in done.output
+    checked = CliRunner().invoke(app, ["train", f"recipes/{name}/run.yaml", "model=seedling", "--print"])
+    assert checked.exit_code == 0 or "Write: pip install 'arborl[" in checked.output, checked.output
+
+
+def test_an_unknown_recipe_is_named_with_the_known_ones(here: Path) -> None:
+    assert "Did you mean 'statelm'? Known: calculator, code," in call("--recipe", "statelmm").stderr
+    assert "Leave the part and --path out" in call("env", "x", "--recipe", "statelm").stderr
+    assert list(here.iterdir()) == []

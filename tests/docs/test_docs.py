@@ -58,15 +58,23 @@ def test_python_examples_run(name, tmp_path, monkeypatch):
 )
 def test_commands_of_the_readme_are_understood(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text("trainer: {steps: 3}\n")
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    words = shlex.split(line, comments=True)[1:]
-    if "--resume" in words:
-        assert CliRunner().invoke(app, [*words, "--print"]).exit_code == 2  # there is no run here to go on with
-        return
-    done = CliRunner().invoke(app, [*words, "--print"])
+    (tmp_path / "FILE.yaml").write_text("trainer: {steps: 3}\n")
+    done = CliRunner().invoke(app, [*shlex.split(line, comments=True)[1:], "--print"])
     assert done.exit_code == 0, done.output
     assert "seed:" in done.output
+
+
+@pytest.mark.slow
+def test_the_first_commands_of_the_readme_work_when_pasted_into_an_empty_folder(tmp_path):
+    (block,) = blocks("README.md", "sh")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-e"], input=block, cwd=tmp_path, env={**os.environ, "PATH": path}, text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "runs/lake minus seedling, greedy: success" in done.stdout
+    assert json.loads((tmp_path / "runs" / "lake" / "summary.json").read_text())["steps"] == 8
+    assert (tmp_path / "my-model" / "model.safetensors").is_file()
 
 
 @pytest.fixture

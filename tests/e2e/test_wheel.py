@@ -30,7 +30,11 @@ assert (run.folder / "report.html").stat().st_size > 10_000
 make_app(Path("."))
 assert decoder_of(run.folder)([0]) is not None
 from arborl.diagnosis import examine_run
-assert [one.state for one in examine_run(run.folder)] == ["ok"]
+assert examine_run(run.folder)[0].state == "ok"
+from typer.testing import CliRunner
+from arborl.cli.main import app
+assert CliRunner().invoke(app, ["init", "--recipe", "statelm"]).exit_code == 0
+assert Path("recipes/statelm/run.yaml").is_file()
 """
 
 

@@ -1,4 +1,4 @@
-"""`arborl init`: a commented configuration, or a part with its test.
+"""`arborl init`: a commented configuration, a recipe, or a part with its test.
 
 In the files of `templates/`, `NAME` stands for the part's name, `CLASS` for its class name, `FILE` for the path of the
 configuration and `ALGORITHM` for the algorithm.
@@ -29,10 +29,16 @@ def init(
     preset: Annotated[
         str, typer.Option(help="lake, questions, tools, conversation, sft, or an algorithm.", metavar="NAME")
     ] = "lake",
+    recipe: Annotated[str, typer.Option(help="Write recipes/NAME/, a tested configuration.", metavar="NAME")] = "",
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
 ) -> None:
-    """Write a configuration, or a new part. A part is an environment, a tool, a reward or an agent, with a test."""
-    if kind:
+    """Write a configuration, a recipe, or a new part: an environment, a tool, a reward or an agent, with a test."""
+    texts: Mapping[Path, str]
+    if recipe:
+        if kind or path is not None:
+            raise ConfigError("--recipe writes recipes/NAME/. Leave the part and --path out.")
+        texts, hint = recipe_files(recipe)
+    elif kind:
         texts, hint = part_files(kind, name, path)
     else:
         path = path or Path("config.yaml")
@@ -42,6 +48,7 @@ def init(
         raise ConfigError(f"{', '.join(existing)}: exists already. Write another name, or --force to overwrite.")
     for file, text in texts.items():
         with disk_errors(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
         typer.echo(f"wrote {file}")
     typer.echo(hint)
@@ -62,6 +69,20 @@ def configuration_text(path: Path, preset: str) -> str:
     text = HEAD + _template(f"{preset if preset in PRESETS else 'lake'}.yaml")
     text += _template("common.yaml") if preset != "sft" else ""
     return text.replace("FILE", str(path)).replace("ALGORITHM", preset if preset in online else "grpo")
+
+
+def recipe_files(name: str) -> tuple[Mapping[Path, str], str]:
+    """The files of a recipe, and its commands from the head of its `run.yaml`."""
+    recipes = files("arborl").joinpath("recipes")
+    if not recipes.is_dir():  # an editable installation
+        recipes = Path(__file__).parents[3] / "recipes"
+    known = sorted(folder.name for folder in recipes.iterdir() if folder.is_dir())
+    if name not in known:
+        raise ConfigError(f"--recipe {name}: unknown.{did_you_mean(name, known)} Known: {', '.join(known)}.")
+    found = [file for file in recipes.joinpath(name).iterdir() if file.name.endswith((".yaml", ".md"))]
+    texts = {Path("recipes", name, file.name): file.read_text(encoding="utf-8") for file in found}
+    head = texts[Path("recipes", name, "run.yaml")].partition("\nname:")[0]
+    return texts, "\n".join(line.removeprefix("#").removeprefix(" ") for line in head.splitlines())
 
 
 def part_files(kind: str, name: str, path: Path | None) -> tuple[Mapping[Path, str], str]:
