@@ -184,7 +184,10 @@ class CudaGraphModelRunner:
     def launch(self, step: ModelStep) -> StepOutput:
         self.buffer ^= 1
         count = len(step.sampled)
-        with_logits, top = step.sampling.needs_logits, None
+        sampling, top = step.sampling, None
+        changed_B = sampling.truncated_B | sampling.edited_B  # the fused sampler draws all others
+        rows = np.arange(count) if sampling.top else np.flatnonzero(changed_B)
+        with_logits = bool(len(rows))
         in_graph = len(step.tokens) <= self.buckets[-1] and not self.is_broken
         logits_BV = self._replay(step, with_logits) if in_graph else self._run_eager(step, with_logits)
         if not count:
@@ -192,8 +195,11 @@ class CudaGraphModelRunner:
         buffers = self.buffers
         if with_logits:
             assert logits_BV is not None
-            token_B, logprob_B, top = sample_tokens(logits_BV[:count].float(), step.sampling)
-            buffers.token[:count], buffers.logprob[:count] = token_B, logprob_B
+            rows_R, changed_R = (torch.from_numpy(column).to(logits_BV.device) for column in (rows, changed_B[rows]))
+            token_R, logprob_R, top = sample_tokens(logits_BV[rows_R].float(), sampling.select(rows))
+            token_R = torch.where(changed_R, token_R, buffers.token[rows_R])
+            buffers.token[rows_R] = token_R
+            buffers.logprob[rows_R] = torch.where(changed_R, logprob_R, buffers.logprob[rows_R])
         token, logprob = buffers.host_outputs[self.buffer]
         token[:count].copy_(buffers.token[:count], non_blocking=True)
         logprob[:count].copy_(buffers.logprob[:count], non_blocking=True)
@@ -337,8 +343,7 @@ class CudaGraphModelRunner:
             if self.logits is None:  # in the run before the first recording
                 self.logits = logits_BV.new_zeros(self.requests, logits_BV.shape[1])
             self.logits[: len(logits_BV)].copy_(logits_BV)
-        else:
-            self._sample(logits_BV, inputs.greedy)
+        self._sample(logits_BV, inputs.greedy)
 
     def _sample(self, logits_BV: Tensor, greedy: Tensor) -> None:
         buffers = self.buffers
@@ -363,7 +368,7 @@ class CudaGraphModelRunner:
         hidden_NE = self._hidden_states(engine_kernels.input_tokens(tokens, self.buffers.token), ops.position_N, ops)
         count = len(last)
         logits_BV = self._logits(hidden_NE[last_B.long()])
-        if count and not with_logits:
+        if count:
             self._send_sampling(step.sampling, count)
             self._sample(logits_BV, self._inputs(self.buffers.inputs, count).greedy)
         return logits_BV
