@@ -79,7 +79,7 @@ def _check_distribution(temperature: Any, top_k: Any, top_p: Any, min_p: Any, se
 
 def _check_edits(sampling: Sampling, supported: bool) -> None:
     if not isinstance(sampling.schema, str):
-        raise SchemaError(f"schema={sampling.schema!r}; give a JSON schema as text: arborl.chat.json_schema.schema_text")
+        raise SchemaError(f"schema={sampling.schema!r}; give a JSON schema as text (json.dumps)")
     for name in ("frequency_penalty", "presence_penalty"):
         if not _is_finite(value := getattr(sampling, name)):
             raise EngineError(f"{name}={value!r}; give a number")

@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from arborl.chat.tokenizer import Tokenizer
 from arborl.cluster.placement.actors import ActorInfo, ClusterActor, VersionMismatch, check_versions
 from arborl.cluster.placement.ray_cluster import Actor, GpuSlot, RayCluster
 from arborl.engines.engine import Engine, TokenListener, Weights
-from arborl.chat.tokenizer import Tokenizer
 from arborl.engines.engine_requests import check_sampling, read_prompt
 from arborl.engines.remote.replicas import Replica, ReplicaPool, ReplicaUnavailable, WeightMismatch, run_blocking
 from arborl.engines.remote.weight_sync import MAX_COARSE_GAP, MAX_LOGPROB_GAP, PROBE_PROMPT, WeightProbe
