@@ -250,17 +250,14 @@ def generation_request(
     top_logprobs: int = 0,
     prefix: str = "",
 ) -> GenerationRequest:
-    fields = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    names = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty")
+    fields = {name: getattr(body, name, None) for name in names}
     changes = {name: value for name, value in fields.items() if value is not None}
     seed = None
     if isinstance(body, CompletionOptions):
         changes["stop_texts"], seed = body.stops, body.seed
-        changes |= {
-            "frequency_penalty": body.frequency_penalty or 0.0,
-            "presence_penalty": body.presence_penalty or 0.0,
-        }
     if schema := schema_of(body):
-        if prefix or getattr(body, "tools", None):
+        if getattr(body, "tools", None) and getattr(body, "tool_choice", None) != "none":
             message = "response_format is not supported together with tools: leave one of them out"
             raise RequestError(message, "response_format")
         changes["schema"] = schema

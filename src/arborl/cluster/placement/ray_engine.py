@@ -218,6 +218,9 @@ class RayEngine(Engine):
         self.counts["requests"] += 1
         return replace(completion, seconds=time.perf_counter() - began)
 
+    def check_request(self, sampling: Sampling) -> None:
+        check_sampling(sampling, edits=True)  # schemas are compiled by the actors
+
     async def _ask(self, replica: EngineReplica, prompt: Any, sampling: Sampling, session: str) -> Completion:
         assert replica.actor is not None
         call = replica.actor.generate.remote(np.asarray(prompt), sampling, session)
