@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import importlib.util
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -81,16 +82,26 @@ def engine(request, seedling):
     return make(seedling, compiled=request.param)
 
 
-def reference_logprobs(model, renderer, prompt, completion, sampling):
-    """By a plain forward pass of transformers, one position at a time in float64."""
+@cache
+def plain_copy(model):
     model = copy.deepcopy(model)
     model.set_attn_implementation("sdpa")
-    tokens = completion.tokens
+    return model
+
+
+@cache
+def compiler_of(renderer):
+    return SchemaCompiler(renderer.tokenizer)
+
+
+def reference_logprobs(model, renderer, prompt, completion, sampling):
+    """By a plain forward pass of transformers and numpy in float64."""
+    model, tokens = plain_copy(model), completion.tokens
     with torch.no_grad():
         rows = model(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0, len(prompt) - 1 :].double().numpy()
     masks = [None] * len(tokens)
     if sampling.schema:
-        masks = list(SchemaCompiler(renderer.tokenizer).masks(sampling.schema, sampling.stop, tokens))
+        masks = list(compiler_of(renderer).masks(sampling.schema, sampling.stop, tokens))
     found = []
     for number, (logit, token, mask) in enumerate(zip(rows, tokens, masks, strict=True)):
         for before in set(tokens[:number]):
