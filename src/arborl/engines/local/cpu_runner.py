@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from arborl.engines.local.fused_forward import FusedForward, Product
 from arborl.engines.local.kv_cache import host_memory
 from arborl.engines.local.model_runner import CacheStorage, FinishedOutput, ModelStep, StepOutput
-from arborl.engines.local.sampler import LogitEdit, sample_tokens
+from arborl.engines.local.sampler import LogitEdit, redraw
 from arborl.errors import EngineError
 from arborl.models.attention import attention_layout, logit_cap
 from arborl.models.c_library import load_c_library
@@ -184,14 +184,12 @@ class CpuModelRunner:
             self._pack_weights()
 
     def launch(self, step: ModelStep) -> StepOutput:
-        sampling, top = step.sampling, None
-        rows = np.arange(len(step.sampled)) if sampling.top else np.flatnonzero(sampling.truncated_B)
+        sampling, top = step.sampling.without_edits(), None  # the compiled step edits logits
+        rows = sampling.redrawn_rows()
         token, logprob, logits = self.run_step(step, rows)
-        if len(rows):  # their logits are edited already
-            batch = sampling.without_edits().select(rows)
-            token_B, logprob_B, top = sample_tokens(torch.from_numpy(logits), batch)
-            cut = sampling.truncated_B[rows]  # no token depends on whether another request reports likeliest tokens
-            token[rows[cut]], logprob[rows[cut]] = token_B.numpy()[cut], logprob_B.double().numpy()[cut]
+        if len(rows):
+            logits_RV, token_B, logprob_B = map(torch.from_numpy, (logits, token, logprob))
+            top = redraw(logits_RV, rows, sampling, token_B, logprob_B)
         return FinishedOutput(token, logprob, top)
 
     def run_step(

@@ -31,7 +31,7 @@ from arborl.engines.local import engine_kernels
 from arborl.engines.local.fused_forward import FusedForward, FusedLayer, RotaryTable
 from arborl.engines.local.kv_cache import AttentionMetadata, KVCache
 from arborl.engines.local.model_runner import FinishedOutput, ModelStep, StepOutput
-from arborl.engines.local.sampler import SamplingBatch, TopTokens, sample_tokens
+from arborl.engines.local.sampler import SamplingBatch, TopTokens, redraw
 from arborl.engines.local.shared_prefix import PrefixGrouping
 from arborl.engines.local.step_buffers import BUCKETS, StepBuffers, StepInputs, copy_to_device, reachable_buckets
 from arborl.models.attention import (
@@ -184,9 +184,7 @@ class CudaGraphModelRunner:
     def launch(self, step: ModelStep) -> StepOutput:
         self.buffer ^= 1
         count = len(step.sampled)
-        sampling, top = step.sampling, None
-        changed_B = sampling.truncated_B | sampling.edited_B  # the fused sampler draws all others
-        rows = np.arange(count) if sampling.top else np.flatnonzero(changed_B)
+        rows, top = step.sampling.redrawn_rows(), None
         with_logits = bool(len(rows))
         in_graph = len(step.tokens) <= self.buckets[-1] and not self.is_broken
         logits_BV = self._replay(step, with_logits) if in_graph else self._run_eager(step, with_logits)
@@ -195,11 +193,8 @@ class CudaGraphModelRunner:
         buffers = self.buffers
         if with_logits:
             assert logits_BV is not None
-            rows_R, changed_R = (torch.from_numpy(column).to(logits_BV.device) for column in (rows, changed_B[rows]))
-            token_R, logprob_R, top = sample_tokens(logits_BV[rows_R].float(), sampling.select(rows))
-            token_R = torch.where(changed_R, token_R, buffers.token[rows_R])
-            buffers.token[rows_R] = token_R
-            buffers.logprob[rows_R] = torch.where(changed_R, logprob_R, buffers.logprob[rows_R])
+            logits_RV = logits_BV[torch.from_numpy(rows).to(logits_BV.device)].float()
+            top = redraw(logits_RV, rows, step.sampling, buffers.token, buffers.logprob)
         token, logprob = buffers.host_outputs[self.buffer]
         token[:count].copy_(buffers.token[:count], non_blocking=True)
         logprob[:count].copy_(buffers.logprob[:count], non_blocking=True)

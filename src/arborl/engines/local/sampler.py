@@ -113,6 +113,10 @@ class SamplingBatch:
         edited_B[list(self.edits)] = True
         return edited_B
 
+    def redrawn_rows(self) -> NDArray[np.int64]:
+        """Rows whose logits `redraw` needs."""
+        return np.arange(len(self.uniform_B)) if self.top else np.flatnonzero(self.truncated_B | self.edited_B)
+
     def select(self, rows: NDArray[np.int64]) -> SamplingBatch:
         edits = {index: self.edits[row] for index, row in enumerate(rows.tolist()) if row in self.edits}
         return SamplingBatch(
@@ -128,6 +132,20 @@ class SamplingBatch:
         columns = (temperature, self.top_k_B, self.top_p_B, self.min_p_B)
         heat, k, p, m = (torch.from_numpy(column).to(device) for column in columns)
         return DistributionParams(heat, k, p, m, self.truncates)
+
+
+def redraw(
+    logits_RV: Tensor, rows: NDArray[np.int64], batch: SamplingBatch, token_B: Tensor, logprob_B: Tensor
+) -> TopTokens | None:
+    """Write the tokens of truncated and edited rows over those of a fused sampler, which neither truncates nor edits.
+    Returns the likeliest tokens of all rows if requested; no token depends on whether they are."""
+    chosen, device = batch.select(rows), token_B.device
+    token_R, logprob_R, top = sample_tokens(logits_RV, chosen)
+    changed = np.flatnonzero(chosen.truncated_B | chosen.edited_B)
+    from_C, to_C = (torch.from_numpy(column).to(device) for column in (changed, rows[changed]))
+    token_B[to_C] = token_R[from_C]
+    logprob_B[to_C] = logprob_R[from_C].to(logprob_B.dtype)
+    return top
 
 
 def sample_tokens(logits_BV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor, TopTokens | None]:
