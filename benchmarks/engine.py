@@ -13,6 +13,10 @@ only requested tokens; the best of `--repeats` runs is reported. Trained weights
 English text in their chat template; random weights get random token ids and have outliers like trained ones
 (`benchmark_models.add_outliers`).
 
+`--constrained N` also measures the same requests beside N requests that a JSON schema constrains at all times:
+`constrained_tok_s` counts the unconstrained tokens only, and `constrained_ratio` compares it with the throughput
+without them; `beside_ratio` compares with N unconstrained requests beside, which take the same share of each step.
+
 `--lora RANK` also measures the model with adapters on all linear layers: `lora_ratio` is the throughput with adapters
 divided by the throughput without. `floor_share` is the lower bound of the run time that follows from the memory
 bandwidth of the device, measured in the same run, divided by the measured time.
@@ -28,10 +32,10 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import numpy as np
@@ -41,10 +45,14 @@ from benchmark_models import SHAPES, add_random_adapters, freeze_garbage_collect
 from texts import Texts, make_texts
 from transformers import GenerationConfig, PreTrainedModel
 
+from arborl.chat import Renderer
 from arborl.engines.local import LocalEngine
 from arborl.engines.local.kv_cache import token_bytes
+from arborl.models.model_files import resolve
 from arborl.models.model_loading import tune_cpu
 from arborl.types import Sampling
+
+SCHEMA = '{"type":"object","required":["notes"],"properties":{"notes":{"type":"array","items":{"type":"string"}}}}'
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,13 @@ def first_prompts(case: Case, texts: Texts, rng: np.random.Generator) -> list[li
     return [list(prompt) for prompt in prompts for _ in range(case.group_size)]
 
 
-def run_engine(engine: LocalEngine, texts: Texts, case: Case, seed: int) -> list[float]:
+def run_engine(
+    engine: LocalEngine,
+    texts: Texts,
+    case: Case,
+    seed: int,
+    start_others: Callable[[], Awaitable[list[asyncio.Task[None]]]] | None = None,
+) -> list[float]:
     """Run all conversations concurrently, from an empty KV cache; each sends its next request when a reply is complete.
     Returns the seconds of each turn, measured at the last conversation to finish it."""
     finished = [0.0] * case.turns
@@ -121,10 +135,29 @@ def run_engine(engine: LocalEngine, texts: Texts, case: Case, seed: int) -> list
 
     async def run_all() -> None:
         await engine.load({}, seed)
+        others = [] if start_others is None else await start_others()
         await asyncio.gather(*(converse(i, c) for i, c in enumerate(first_prompts(case, texts, rng))))
+        for other in others:
+            other.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     asyncio.run(run_all())
     return [after - before for before, after in pairwise([0.0, *finished])]
+
+
+def run_beside(engine: LocalEngine, texts: Texts, case: Case, seed: int, samplings: Sequence[Sampling]) -> list[float]:
+    """As `run_engine`, while requests with these parameters run one after the other, each beside all conversations."""
+    prompt = texts.prompt(case.prompt, np.random.default_rng(seed))
+
+    async def repeat(number: int, sampling: Sampling) -> None:
+        for again in count():
+            one = dataclasses.replace(sampling, seed=again, max_tokens=case.sampled)
+            await engine.generate(prompt, one, session=f"beside {number}")
+
+    async def start() -> list[asyncio.Task[None]]:
+        return [asyncio.create_task(repeat(number, sampling)) for number, sampling in enumerate(samplings)]
+
+    return run_engine(engine, texts, case, seed, start)
 
 
 def run_generate(model: PreTrainedModel, texts: Texts, case: Case, seed: int) -> None:
@@ -205,6 +238,16 @@ def engine_speed(model: PreTrainedModel, texts: Texts, case: Case, repeats: int)
     return speed, run_engine(engine, texts, case, 99) if case.turns > 1 else []
 
 
+def speed_beside(model: PreTrainedModel, texts: Texts, case: Case, args: argparse.Namespace, schema: str) -> float:
+    """Tokens per second of the conversations beside `args.constrained` further requests, with or without a schema."""
+    renderer = Renderer.from_folder(resolve(args.model))
+    more = case.conversations + args.constrained
+    engine = LocalEngine(model, case.length + 1, more, more * (case.length + 64), tokenizer=renderer.tokenizer)
+    samplings = [Sampling(stop=renderer.stop if schema else (), schema=schema)] * args.constrained
+    cuda = model.device.type == "cuda"
+    return best_speed(lambda seed: run_beside(engine, texts, case, seed, samplings), case, args.repeats, cuda)
+
+
 def generate_speed(model: PreTrainedModel, texts: Texts, case: Case, repeats: int) -> float:
     """Tokens per second of transformers' `generate`."""
     with torch.inference_mode():
@@ -236,6 +279,10 @@ def measure(model: PreTrainedModel, adapted: PreTrainedModel | None, case: Case,
     if adapted is not None:
         adapter_speed, _ = engine_speed(adapted, texts, case, args.repeats)
         row |= {"lora": args.lora, "lora_tok_s": round(adapter_speed, 1), "lora_ratio": round(adapter_speed / speed, 3)}
+    if args.constrained:
+        beside, plain = (speed_beside(model, texts, case, args, schema) for schema in (SCHEMA, ""))
+        row |= {"constrained": args.constrained, "constrained_tok_s": round(beside, 1),
+                "constrained_ratio": round(beside / speed, 3), "beside_ratio": round(beside / plain, 3)}  # fmt: skip
     if args.continuous and not case.spread and case.tokens(0) < 40_000:
         row["continuous_tok_s"] = round(
             best_speed(lambda seed: run_continuous_batching(model, texts, case, seed), case, 1, cuda)
@@ -267,6 +314,9 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, help="tokens per prompt; default: set by the case")
     parser.add_argument("--sampled", type=int, help="tokens per reply; default: set by the case")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="also measure with adapters of this rank")
+    parser.add_argument(
+        "--constrained", type=int, default=0, metavar="N", help="also measure beside N requests with a JSON schema"
+    )
     parser.add_argument("--conversations", type=int, help="number of conversations; default: set by the case")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--continuous", action="store_true", help="also measure continuous batching of transformers")

@@ -81,6 +81,10 @@ class EngineError(ArborError):
     """The engine rejected or lost a request."""
 
 
+class SchemaError(EngineError):
+    """A request's JSON schema is invalid or not supported, or no token continues the text under it."""
+
+
 class EpisodeError(ArborError):
     """Fails one episode. `where` names the component; the cause is chained."""
 

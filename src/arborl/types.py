@@ -140,11 +140,26 @@ class Sampling:
     """Sample from tokens with at least this probability relative to the most likely one."""
     seconds: float | None = None
     """Timeout of the completion; the tokens so far are kept."""
+    schema: str = ""
+    """JSON schema (as JSON) that the text satisfies: only tokens that can lead there are sampled."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time that it occurs in the completion so far."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of all tokens that occur in the completion so far."""
 
     @property
     def truncates(self) -> bool:
         """Whether some tokens have probability 0."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def penalizes(self) -> bool:
+        return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits depend on the tokens sampled so far, by a schema or penalties."""
+        return bool(self.schema) or self.penalizes
 
     @property
     def drawn(self) -> SamplingDistribution:
@@ -202,6 +217,8 @@ class Call:
     """The sampling distribution if it is not that of the run."""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     """Most likely other tokens with log-probabilities for each sampled token, for display."""
+    schema: str = ""
+    """As in `Sampling`."""
 
     @property
     def whole(self) -> Tokens:
@@ -377,6 +394,8 @@ class Terms:
     drawn: Floats | None = None
     """Rows of `SamplingDistribution`; NaN for that of the run; None if all are."""
     place: Ints | None = None  # row in the whole batch
+    allowed: NDArray[np.object_] | None = None
+    """The tokens that a schema allowed, as `SchemaMatcher.allowed`; None for all, also instead of the column."""
 
     def __len__(self) -> int:
         return len(self.token)

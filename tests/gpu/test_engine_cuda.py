@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from transformers import (
 )
 
 from arborl.engines.local import LocalEngine
-from arborl.types import FinishReason, Sampling
+from arborl.types import FinishReason, Message, Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -260,3 +261,46 @@ def test_a_live_conversation_of_many_turns_reads_only_what_is_new():
     asyncio.run(run())
     metrics = engine.metrics()
     assert metrics["engine/read"] == 20 + 9 * 5 + 4 * 4  # prompt, all sampled but each turn's last, that and 3 new
+
+
+def test_schemas_and_penalties_in_graphs_and_the_requests_beside_them():
+    """Constrained requests wait for their last token while the others run ahead, and all get the CPU's tokens."""
+    pytest.importorskip("llguidance", reason="the extra 'json'")
+    from arborl.chat import Renderer
+    from arborl.chat.json_schema import schema_text
+    from arborl.models.model_loading import load_model, resolve
+
+    folder = resolve("seedling")
+    renderer = Renderer.from_folder(folder)
+    prompt = renderer.encode(renderer.render([Message("user", "An animal as JSON, please.")]))
+    schema = schema_text({
+        "type": "object", "required": ["kind", "legs"], "additionalProperties": False,
+        "properties": {"kind": {"enum": ["cat", "dog", "fish"]}, "legs": {"enum": [0, 4, 8]}},
+    })  # fmt: skip
+    edits = [
+        {"schema": schema},
+        {},
+        {"frequency_penalty": 1.0},
+        {},
+        {"schema": schema, "top_p": 0.8, "temperature": 1.5},
+    ]
+    samplings = [Sampling(80, seed=i, stop=renderer.stop, **edit) for i, edit in enumerate(edits * 3)]
+    found = {}
+    for device in ("cuda", "cpu"):
+        model = load_model(folder, "float32", device)
+        engine = LocalEngine(model, max_context=256, tokenizer=renderer.tokenizer)
+        found[device] = generate(engine, [prompt] * len(samplings), samplings)
+        if device == "cuda":
+            assert not engine.runner.is_broken
+            plain = [Sampling(80, seed=s.seed, stop=s.stop) for s in samplings]
+            alone = generate(engine, [prompt] * len(samplings), plain)
+            same = [a.tokens == b.tokens for a, b, e in zip(alone, found[device], edits * 3, strict=True) if not e]
+            assert all(same)
+    for completion, sampling in zip(found["cuda"], samplings, strict=True):
+        if sampling.schema:
+            assert json.loads(renderer.read(completion).content)["kind"] in ("cat", "dog", "fish")
+    agree = [a.tokens == b.tokens for a, b in zip(found["cuda"], found["cpu"], strict=True)]
+    assert np.mean(agree) > 0.7  # a number next to a border may fall on its other side by rounding
+    for a, b, equal in zip(found["cuda"], found["cpu"], agree, strict=True):
+        if equal:
+            assert a.logprobs == pytest.approx(b.logprobs, abs=2e-3)

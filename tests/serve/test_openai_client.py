@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+from typing import Annotated, Literal
 
+import httpx
 import pytest
+from pydantic import BaseModel, Field
 
 openai = pytest.importorskip("openai")
 
@@ -16,6 +19,22 @@ ADD = {
         "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
     },
 }
+
+
+PET = {
+    "type": "object", "required": ["kind", "age"], "additionalProperties": False,
+    "properties": {"kind": {"enum": ["cat", "dog"]}, "age": {"type": "integer", "minimum": 0, "maximum": 30},
+                   "name": {"type": "string", "maxLength": 6}},
+}  # fmt: skip
+
+
+class Pet(BaseModel):
+    kind: Literal["cat", "dog"]
+    age: Annotated[int, Field(ge=0, le=30)]
+
+
+def as_format(schema):
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 
 
 @pytest.fixture(scope="module")
@@ -169,12 +188,128 @@ def test_the_async_client_streams_many_at_once(address):
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text"),
         ({"messages": [{"role": "user", "content": "word " * 20_000}]}, "context"),
         ({"messages": ASK, "extra_body": {"best": 1}}, "best"),
-        ({"messages": ASK, "frequency_penalty": 1.0}, "frequency_penalty"),
+        ({"messages": ASK, "frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"messages": ASK, "presence_penalty": "much"}, "presence_penalty"),
         ({"messages": ASK, "tool_choice": "required"}, "tools is empty"),
         ({"messages": ASK, "top_logprobs": 3}, "logprobs"),
-        ({"messages": ASK, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": ASK, "response_format": {"type": "xml"}}, "response_format"),
+        ({"messages": ASK, "response_format": {"type": "json_schema"}}, "json_schema"),
+        ({"messages": ASK, "response_format": as_format({"type": "array", "uniqueItems": True})}, "uniqueItems"),
+        ({"messages": ASK, "response_format": as_format({"type": "string", "pattern": "(?=a)"})}, "pattern"),
+        ({"messages": ASK, "response_format": {"type": "json_object"}, "tools": [ADD]}, "tools"),
     ],
 )
 def test_unsupported_requests_name_the_problem(client, arguments, word):
     with pytest.raises(openai.BadRequestError, match=word):
         client.chat.completions.create(model="seedling", **arguments)
+
+
+# ------------------------------------------------------------------------------------------------ JSON and penalties
+
+
+def test_a_json_schema_constrains_the_answer_whole_streamed_and_parsed(client):
+    jsonschema = pytest.importorskip("jsonschema")
+    pytest.importorskip("llguidance", reason="the extra 'json'")
+    how = {"model": "seedling", "messages": ASK, "n": 4, "seed": 3, "response_format": as_format(PET)}
+    texts = [choice.message.content for choice in client.chat.completions.create(**how).choices]
+    for text in texts:
+        jsonschema.validate(json.loads(text), PET)
+    stream = list(client.chat.completions.create(**how, stream=True))
+    assert [text_of(stream, index) for index in range(4)] == texts
+    parsed = client.chat.completions.parse(model="seedling", messages=ASK, response_format=Pet, temperature=0)
+    assert parsed.choices[0].message.parsed.kind in ("cat", "dog")
+
+
+def test_json_mode_and_the_limit_of_tokens(client):
+    pytest.importorskip("llguidance", reason="the extra 'json'")
+    how = {"model": "seedling", "messages": ASK, "response_format": {"type": "json_object"}, "seed": 1}
+    (choice,) = client.chat.completions.create(**how, max_tokens=4).choices
+    assert choice.finish_reason == "length"
+    assert choice.message.content.startswith("{")
+    answers = [client.chat.completions.create(**how | {"seed": i, "temperature": 0.7}).choices[0] for i in range(6)]
+    whole = [answer.message.content for answer in answers if answer.finish_reason == "stop"]
+    assert whole
+    assert all(isinstance(json.loads(text), dict) for text in whole)
+
+
+def test_log_probabilities_of_a_constrained_answer_are_numbers(client):
+    pytest.importorskip("llguidance", reason="the extra 'json'")
+    answer = client.chat.completions.create(
+        model="seedling", messages=ASK, response_format=as_format(PET), logprobs=True, top_logprobs=5, temperature=0
+    )
+    rows = answer.choices[0].logprobs.content
+    assert rows[0].logprob == pytest.approx(0, abs=1e-6)  # only `{` was allowed
+    assert [row.token for row in rows[0].top_logprobs] == [rows[0].token]
+    assert all(-100 < top.logprob <= 0 for row in rows for top in row.top_logprobs)
+
+
+def test_different_schemas_and_none_at_once(address):
+    jsonschema = pytest.importorskip("jsonschema")
+    pytest.importorskip("llguidance", reason="the extra 'json'")
+    numbers = {"type": "array", "items": {"type": "integer", "maximum": 99, "minimum": 0}, "minItems": 2, "maxItems": 4}
+    schemas = [PET, numbers, None, {"enum": ["yes", "no"]}]
+
+    async def many():
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+
+            async def one(number):
+                schema = schemas[number % 4]
+                more = {} if schema is None else {"response_format": as_format(schema)}
+                answer = await client.chat.completions.create(
+                    model="seedling", messages=ASK, seed=number, max_tokens=200 if schema else 8, **more
+                )
+                if schema is not None:
+                    jsonschema.validate(json.loads(answer.choices[0].message.content), schema)
+                return answer.usage.completion_tokens
+
+            return await asyncio.gather(*map(one, range(24)))
+
+    assert all(asyncio.run(many()))
+
+
+def test_responses_have_formats_too(client):
+    jsonschema = pytest.importorskip("jsonschema")
+    pytest.importorskip("llguidance", reason="the extra 'json'")
+    format = {"type": "json_schema", "name": "pet", "schema": PET, "strict": True}
+    answer = client.responses.create(model="seedling", input="Hello", text={"format": format})
+    jsonschema.validate(json.loads(answer.output_text), PET)
+    assert answer.text.format.schema_ == PET
+    format["schema"] = {"type": "array", "uniqueItems": True}
+    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+        client.responses.create(model="seedling", input="Hello", text={"format": format})
+
+
+@pytest.mark.parametrize("penalty", ["frequency_penalty", "presence_penalty"])
+def test_penalties_make_repetition_rarer(client, penalty):
+    how = {"model": "seedling", "prompt": "1 2 1 2 1 2", "temperature": 0, "max_tokens": 60}
+    more = {"extra_body": {"return_token_ids": True}}
+    plain, other = (client.completions.create(**how, **more, **{penalty: size}).choices[0] for size in (0.0, 2.0))
+    assert len(set(other.token_ids)) > len(set(plain.token_ids))
+
+
+BROKEN = {
+    "no JSON": (b'{"messages": [', None, "JSON"),
+    "not UTF-8": (b'{"model": "\xff\xfe"}', None, "JSON"),
+    "no object": (b"[1, 2]", None, ""),
+    "nothing": (b"", None, "JSON"),
+    "wrong type of a field": (b'{"messages": [{"role": "user"}], "max_tokens": "many"}', "max_tokens", "integer"),
+    "wrong type of messages": (b'{"messages": "hello"}', "messages", "list"),
+    "unknown role": (b'{"messages": [{"role": "wizard", "content": "x"}]}', "messages", "wizard"),
+    "no messages": (b"{}", "messages", "required"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_broken_body_is_answered_in_the_form_of_openai(address, name, stream):
+    data, param, word = BROKEN[name]
+    if stream:
+        data = data.replace(b'{"messages"', b'{"stream": true, "messages"')
+    answer = httpx.post(f"{address}/v1/chat/completions", content=data, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert set(answer.json()) == {"error"}
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert word.lower() in error["message"].lower()

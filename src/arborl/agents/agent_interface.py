@@ -21,11 +21,13 @@ class Model(Protocol):
         tools: Sequence[ToolSpec] = (),
         *,
         stop: str | Sequence[str] = (),
+        schema: Mapping[str, Any] | None = None,
     ) -> Message:
         """Sample the next assistant message. The messages may extend those of the last call or be edited freely. Dicts
         in OpenAI's format (`{"role": "user", "content": "…"}`) are accepted. Sampling ends after a text in `stop`,
-        which stays part of the message. Calls may be concurrent (`asyncio.gather`): each has its own seed, independent
-        of timing."""
+        which stays part of the message. With a JSON `schema` the message is JSON that satisfies it, unless the limit of
+        tokens ends it in the middle; this needs `engine=local`. Calls may be concurrent (`asyncio.gather`): each has
+        its own seed, independent of timing."""
         ...
 
     def count(self, metrics: Metrics) -> None:

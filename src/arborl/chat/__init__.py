@@ -7,6 +7,7 @@ builtin_templates.py  Built-in templates; the tool section for templates that ig
 incremental.py        Incremental rendering of growing conversations; cache of first prompts
 traced_template.py    Rewrites a template's loops for incremental rendering
 control_tokens.py     Escaping of control tokens in messages
+json_schema.py        JSON schemas as masks of tokens
 tokenizer.py          Text to token ids and back
 messages.py           Messages in OpenAI's format
 formats/              Tool-call formats: text to calls and back

@@ -135,6 +135,10 @@ class FileTokenizer:
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    def to_json(self) -> str:
+        """The content of tokenizer.json, without truncation and padding."""
+        return self._tokenizer.to_str()
+
     @property
     def wants_bos(self) -> bool:
         """Whether the model expects a begin token, which the template should write."""

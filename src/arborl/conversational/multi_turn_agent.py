@@ -122,7 +122,7 @@ class LoadedPolicy:
         folder = check_model(resolve(config.model_name, "AgentConfig, model_name"))
         renderer, context = Renderer.from_folder(folder, chat_template=config.chat_template), config.context_length
         model = load_model(folder, config.dtype, config.device_map)
-        engine = LocalEngine(model, context, decode=renderer.tokenizer.decode)
+        engine = LocalEngine(model, context, decode=renderer.tokenizer.decode, tokenizer=renderer.tokenizer)
         drawn: dict[str, Any] = {"stop_texts": config.stop, "top_k": config.top_k, "top_p": config.top_p}
         sampling = Sampling(config.max_new_tokens, config.temperature, stop=renderer.stop, **drawn)
         return cls(engine, renderer, sampling, context, config.seed, config.compression_policy)

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from arborl.engines.engine_requests import check_sampling
 from arborl.types import Completion, FinishReason, Message, Metrics, Sampling
 
 if TYPE_CHECKING:
@@ -72,6 +73,10 @@ class Engine(ABC):
 
     async def close(self) -> None:  # noqa: B027
         """Free memory and threads. Pending requests raise EngineError."""
+
+    def check_request(self, sampling: Sampling) -> None:
+        """Raise EngineError if it cannot sample with these parameters. May be called from any thread."""
+        check_sampling(sampling)
 
     def metrics(self) -> Metrics:
         return {}

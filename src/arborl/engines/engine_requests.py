@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arborl.errors import EngineError
+from arborl.errors import EngineError, SchemaError
 from arborl.tokens import Tokens
 from arborl.types import Sampling
 
@@ -44,7 +44,8 @@ def read_prompt(prompt: Sequence[int], vocabulary: int | None = None, context: i
     return ids.astype(np.int32, copy=False)
 
 
-def check_sampling(sampling: Sampling) -> None:
+def check_sampling(sampling: Sampling, edits: bool = False) -> None:
+    """Raise EngineError for an invalid request. `edits`: whether the engine supports schemas and penalties."""
     if not (_is_integer(sampling.max_tokens) and sampling.max_tokens >= 1):
         raise EngineError(f"max_tokens={sampling.max_tokens!r}; give a whole number, at least 1")
     if not _is_integer(sampling.seed):
@@ -55,6 +56,8 @@ def check_sampling(sampling: Sampling) -> None:
     except TypeError:  # not hashable
         _check_distribution.__wrapped__(*parameters)
     _check_stops(sampling.stop, sampling.stop_texts)
+    if sampling.edits_logits:
+        _check_edits(sampling, edits)
 
 
 @lru_cache(256, typed=True)
@@ -72,6 +75,18 @@ def _check_distribution(temperature: Any, top_k: Any, top_p: Any, min_p: Any, se
         raise EngineError(f"min_p={min_p!r}; give a number from 0 to 1")
     if seconds is not None and not (_is_finite(seconds) and seconds > 0):
         raise EngineError(f"seconds={seconds!r}; give a number above 0, or None for no deadline")
+
+
+def _check_edits(sampling: Sampling, supported: bool) -> None:
+    if not isinstance(sampling.schema, str):
+        raise SchemaError(f"schema={sampling.schema!r}; give a JSON schema as text (json.dumps)")
+    for name in ("frequency_penalty", "presence_penalty"):
+        if not _is_finite(value := getattr(sampling, name)):
+            raise EngineError(f"{name}={value!r}; give a number")
+        if value and not supported:
+            raise EngineError(f"{name} is not supported by this engine; use engine=local")
+    if sampling.schema and not supported:
+        raise SchemaError("JSON schemas are not supported by this engine; use engine=local")
 
 
 def _check_stops(stop: Any, stop_texts: Any) -> None:

@@ -1,4 +1,4 @@
-"""The distribution that tokens are sampled from: temperature, top-k, top-p and min-p, renormalised.
+"""The distribution that tokens are sampled from: schema, temperature, top-k, top-p and min-p, renormalised.
 
 Engine and learner both use it, so a token is scored under the distribution that it was sampled from. B rows, V tokens.
 """
@@ -10,9 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from arborl.types import Floats, Sampling
+from arborl.types import Floats, Sampling, Terms
+
+TokenMasks = Sequence[bytes | None]
+"""For each row the tokens that a schema allows, as `SchemaMatcher.allowed`; None for all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +25,13 @@ class DistributionParams:
     top_k_B: Tensor
     top_p_B: Tensor
     min_p_B: Tensor
-    truncates: bool  # whether any row excludes tokens
+    truncates: bool  # whether any row excludes tokens by top-k, top-p or min-p
+    allowed_B: TokenMasks | None = None
+
+    @property
+    def excludes(self) -> bool:
+        """Whether any row has tokens of probability 0."""
+        return self.truncates or self.allowed_B is not None
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], device: torch.device) -> DistributionParams:
@@ -31,19 +41,22 @@ class DistributionParams:
         return cls(temperature, k.long(), p, m, any(s.truncates for s in samplings))
 
     @classmethod
-    def from_terms(cls, drawn_M4: Floats, default: Sampling, device: torch.device) -> DistributionParams:
-        """One entry per term from `Terms.drawn`; NaN takes the value of `default`."""
+    def from_terms(cls, terms: Terms, default: Sampling, device: torch.device) -> DistributionParams:
+        """One entry per term from `Terms.drawn`, where NaN takes the value of `default`, and `Terms.allowed`."""
+        drawn_M4: Floats = np.full((len(terms), 4), np.nan) if terms.drawn is None else terms.drawn
         rows_M4 = np.where(np.isnan(drawn_M4), np.asarray(default.drawn), drawn_M4)
         temperature, k, p, m = rows_M4.T
         is_whole = ((k <= 0) & (p >= 1) & (m <= 0)).all()
         columns = np.stack([np.where(temperature == 0, 1.0, temperature), k, p, m])
         temperature, k, p, m = torch.from_numpy(columns).to(device)
-        return cls(temperature, k.long(), p, m, not is_whole)
+        allowed = terms.allowed if terms.allowed is not None and any(terms.allowed) else None
+        return cls(temperature, k.long(), p, m, not is_whole, None if allowed is None else allowed.tolist())
 
     def split(self, rows: int) -> Iterator[DistributionParams]:
         columns = (self.temperature_B, self.top_k_B, self.top_p_B, self.min_p_B)
-        for temperature, k, p, m in zip(*(column.split(rows) for column in columns), strict=True):
-            yield DistributionParams(temperature, k, p, m, self.truncates)
+        for number, (temperature, k, p, m) in enumerate(zip(*(column.split(rows) for column in columns), strict=True)):
+            allowed = None if self.allowed_B is None else self.allowed_B[number * rows : (number + 1) * rows]
+            yield DistributionParams(temperature, k, p, m, self.truncates, allowed)
 
 
 def sampling_logprobs(logits_BV: Tensor, params: DistributionParams, token_B: Tensor | None = None) -> Tensor:
@@ -52,6 +65,8 @@ def sampling_logprobs(logits_BV: Tensor, params: DistributionParams, token_B: Te
 
 
 def processed_logits(logits_BV: Tensor, params: DistributionParams, token_B: Tensor | None = None) -> Tensor:
+    if params.allowed_B is not None:
+        logits_BV = exclude_tokens(logits_BV, params.allowed_B)
     scaled_BV = logits_BV / params.temperature_B[:, None].to(logits_BV.dtype)
     if not params.truncates:
         return scaled_BV
@@ -59,6 +74,31 @@ def processed_logits(logits_BV: Tensor, params: DistributionParams, token_B: Ten
     if token_B is not None:
         kept_BV.scatter_(1, token_B[:, None], True)
     return scaled_BV.masked_fill(~kept_BV, float("-inf"))
+
+
+def exclude_tokens(logits_BV: Tensor, allowed_B: TokenMasks) -> Tensor:
+    """The logits, minus infinity for tokens that are not allowed. Tokens beyond the end of a mask are not allowed."""
+    rows = [row for row, mask in enumerate(allowed_B) if mask is not None]
+    if not rows:
+        return logits_BV
+    packed_RW = packed_masks([allowed_B[row] for row in rows], logits_BV.shape[1])
+    bits_RW1 = torch.from_numpy(packed_RW).to(logits_BV.device)[:, :, None]
+    bit_8 = torch.arange(8, dtype=torch.uint8, device=logits_BV.device)
+    excluded_RV = ((bits_RW1 >> bit_8) & 1 == 0).flatten(1)[:, : logits_BV.shape[1]]
+    if len(rows) == len(allowed_B):
+        return logits_BV.masked_fill(excluded_RV, float("-inf"))
+    excluded_BV = torch.zeros_like(logits_BV, dtype=torch.bool)
+    excluded_BV[torch.tensor(rows, device=logits_BV.device)] = excluded_RV
+    return logits_BV.masked_fill(excluded_BV, float("-inf"))
+
+
+def packed_masks(masks: TokenMasks, vocabulary: int) -> NDArray[np.uint8]:
+    """Masks as rows of bits for a vocabulary of this size, which may be larger than the tokenizer's."""
+    packed = np.zeros((len(masks), -(-vocabulary // 8)), dtype=np.uint8)
+    for target, mask in zip(packed, masks, strict=True):
+        bits = np.frombuffer(mask or b"", dtype=np.uint8)[: len(target)]
+        target[: len(bits)] = bits
+    return packed
 
 
 def kept_tokens(scaled_BV: Tensor, params: DistributionParams) -> Tensor:

@@ -168,6 +168,8 @@ def _calls_to(calls: Sequence[Call]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {} if call.trained else {"trained": False}
         if call.drawn is not None:
             row["drawn"] = list(call.drawn)
+        if call.schema:
+            row["schema"] = call.schema
         row["messages"], row["reply"] = _messages_to(call, earlier_messages)
         row["turn"] = call.turn
         row["prompt"] = [best, repeated, prompt.array[repeated:].tolist()]
@@ -214,7 +216,8 @@ def _calls_from(rows: Sequence[Mapping[str, Any]]) -> list[Call]:
         messages, reply = _messages_from(row, earlier_messages)
         drawn = SamplingDistribution(*row["drawn"]) if "drawn" in row else None
         rivals = tuple(tuple(zip(flat[::2], flat[1::2], strict=True)) for flat in row.get("rivals", ()))
-        calls.append(Call(prompt, completion, row["turn"], row.get("trained", True), messages, reply, drawn, rivals))
+        trained, schema = row.get("trained", True), row.get("schema", "")
+        calls.append(Call(prompt, completion, row["turn"], trained, messages, reply, drawn, rivals, schema))
     return calls
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from arborl.busy_time import BusyTime
 from arborl.chat.conversation import Conversations, Prompt, messages_exceed
+from arborl.chat.json_schema import schema_text
 from arborl.chat.messages import read_messages, read_tools
 from arborl.chat.renderer import Renderer
 from arborl.chat.tokenizer import TextTokenizer
@@ -117,6 +118,7 @@ SAME_FOR_ALL_CALLS = frozenset(field.name for field in dataclasses.fields(Sampli
     "max_tokens",
     "seed",
     "stop_texts",
+    "schema",
 }
 
 
@@ -154,8 +156,10 @@ class Recorder:
         tools: Sequence[ToolSpec | Mapping[str, Any]] = (),
         *,
         stop: str | Sequence[str] = (),
+        schema: Mapping[str, Any] | None = None,
     ) -> Message:
-        reply = (await self.call(messages, tools, stop=stop)).reply
+        text = None if schema is None else schema_text(schema)
+        reply = (await self.call(messages, tools, stop=stop, schema=text)).reply
         assert reply is not None
         return reply
 
@@ -167,8 +171,9 @@ class Recorder:
         stop: str | Sequence[str] = (),
         most: int | None = None,
         begins: str = "",
+        schema: str | None = None,
     ) -> Call:
-        """Sample the next message and return the whole call with its tokens."""
+        """Sample the next message and return the whole call with its tokens. `schema` as in `Sampling`."""
         self._check_open()
         self._is_unused = False
         shown = read_messages(messages, where="model.chat, messages")
@@ -187,7 +192,10 @@ class Recorder:
             max_tokens=min(self.sampling.max_tokens, room, room if most is None else most),
             seed=seed,
             stop_texts=(*self.sampling.stop_texts, *((stop,) if isinstance(stop, str) else stop)),
+            schema=self.sampling.schema if schema is None else schema,
         )
+        if sampling.edits_logits:
+            self.engine.check_request(sampling)
         alternatives: tuple[tuple[tuple[int, float], ...], ...] = ()
         if (chat := self.engine.chat) is not None:
             completion, reply = await self._chat_completion(chat, shown, specs, sampling)
@@ -196,7 +204,7 @@ class Recorder:
             completion, alternatives = await self._generate(prompt, sampling)
             written = self.renderer.split_completion(completion)
             reply = self.renderer.message(begins + written[0])
-        call = Call(prompt.tokens, completion, turn, True, shown, reply, self.drawn, alternatives)
+        call = Call(prompt.tokens, completion, turn, True, shown, reply, self.drawn, alternatives, sampling.schema)
         self._record(prompt, call, position, written)
         return call
 

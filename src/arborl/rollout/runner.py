@@ -18,6 +18,7 @@ from typing import Any
 from arborl import sandbox
 from arborl.agents.agent_interface import Agent
 from arborl.busy_time import BusyTime
+from arborl.chat.json_schema import SchemaCompiler
 from arborl.chat.renderer import Renderer
 from arborl.data.reading.row_reader import OfflineTask
 from arborl.engines.engine import Engine
@@ -34,7 +35,7 @@ from arborl.rollout.offline_episodes import OfflineEpisodes
 from arborl.rollout.recorder import EpisodeLimits, RecordedEnv, Recorder
 from arborl.spans import span
 from arborl.tools.core.background_threads import abandoned_calls
-from arborl.types import Episode, Group, Metrics, Sampling, StopReason, Task
+from arborl.types import Call, Episode, Group, Metrics, Sampling, StopReason, Task
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +148,7 @@ class Rollout:
         num_top_logprobs: int = 0,
     ):
         self.engine, self.renderer, self.factories = engine, renderer, factories
-        self.sampling, self.limits = sampling, limits
+        self.sampling, self.limits, self.schemas = sampling, limits, SchemaCompiler(renderer.tokenizer)
         self.concurrency = concurrency
         self._limit: ConcurrencyLimit | None = None
         self._limit_loop: asyncio.AbstractEventLoop | None = None
@@ -158,6 +159,11 @@ class Rollout:
         self.engine_time = BusyTime()
         self.stuck_before = abandoned_calls.hanging()
         """Calls of other components of this process that hung before the rollout started."""
+
+    def schema_masks(self, call: Call) -> Iterator[bytes]:
+        """The tokens that the schema of a recorded call allowed, computed again."""
+        stop = self.sampling.stop or self.renderer.stop
+        return self.schemas.masks(call.schema, stop, call.completion.tokens)
 
     async def collect(
         self,

@@ -19,16 +19,19 @@ expected gradient of an episode (`random`) or its total weight (`last`) stays th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from arborl.seeds import generator
 from arborl.tokens import Tokens
 from arborl.types import Call, Episode, Floats, Forest, Group, Ints, Metrics, SamplingDistribution, Terms, TokenTree
 
 UNKNOWN_DISTRIBUTION = (np.nan,) * len(SamplingDistribution._fields)
+SchemaMasks = Callable[[Call], Iterable[bytes]]
+"""The tokens that a call's schema allowed at each of its sampled tokens (`SchemaMatcher.allowed`)."""
 DownsampleMode = Literal["last", "random"]
 
 
@@ -70,7 +73,7 @@ def _concatenate(arrays: Sequence[Ints]) -> Ints:
     return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64)
 
 
-def build_token_trees(groups: Sequence[Group]) -> Forest:
+def build_token_trees(groups: Sequence[Group], schema_masks: SchemaMasks | None = None) -> Forest:
     """One tree for each group, from the calls of its surviving episodes, and the terms of all of them. Terms are in the
     order of group, episode, call, token. Advantage and weight are 0; the algorithm sets them."""
     trees: list[TokenTree] = []
@@ -103,8 +106,26 @@ def build_token_trees(groups: Sequence[Group]) -> Forest:
     terms = Terms(
         tree_of, position, token, old, advantage, weight, episode_of, call_of, turn, version,
         proximal, reference, value, target, after, teacher, _distributions(drawn), np.arange(len(token)),
+        _allowed_tokens(groups, schema_masks),
     )  # fmt: skip
     return Forest(tuple(trees), terms, raw)
+
+
+def _allowed_tokens(groups: Sequence[Group], schema_masks: SchemaMasks | None) -> NDArray[np.object_] | None:
+    """`Terms.allowed`; None if no trained call has a schema. Equal masks are one object."""
+    calls = [call for group in groups for episode in group.valid_episodes for call in episode.calls if call.trained]
+    if not any(call.schema for call in calls):
+        return None
+    if schema_masks is None:
+        raise ValueError("calls with a JSON schema are trained with the masks of their tokens: give schema_masks")
+    masks: list[bytes | None] = []
+    known: dict[bytes, bytes] = {}
+    for call in calls:
+        found = schema_masks(call) if call.schema else [None] * len(call.completion.tokens)
+        masks.extend(None if mask is None else known.setdefault(mask, mask) for mask in found)
+    column = np.empty(len(masks), dtype=object)
+    column[:] = masks
+    return column
 
 
 def _distributions(drawn: Sequence[SamplingDistribution | None]) -> Floats | None:
@@ -178,7 +199,11 @@ def downsample_branches(
             factors, num_dropped = _call_factors(episode, weights, most, how, rng)
             factor_C += factors
             dropped += num_dropped
-            kept_calls = [call for call, factor in zip(episode.calls, factors, strict=True) if factor > 0]
+            kept_calls = [
+                dataclasses.replace(call, schema="") if call.schema else call  # its masks are in the terms already
+                for call, factor in zip(episode.calls, factors, strict=True)
+                if factor > 0
+            ]
             episodes.append(dataclasses.replace(episode, calls=kept_calls))
         kept.append(Group(group.task, episodes, group.greedy))
     forest = build_token_trees(kept)

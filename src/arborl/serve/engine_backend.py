@@ -6,6 +6,7 @@ A forward pass blocks its thread. In a thread of its own it does not block the e
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -15,8 +16,8 @@ from arborl.chat.conversation import messages_exceed, rendered_exceeds, tools_ex
 from arborl.chat.renderer import Renderer
 from arborl.chat.tokenizer import TextTokenizer
 from arborl.engines.engine import Engine, TokenListener, Weights
-from arborl.engines.engine_requests import check_sampling, read_prompt
-from arborl.errors import EngineError
+from arborl.engines.engine_requests import read_prompt
+from arborl.errors import EngineError, SchemaError
 from arborl.retry import CircuitBreaker
 from arborl.serve.model_backend import (
     CONTEXT_LENGTH_EXCEEDED,
@@ -60,6 +61,9 @@ class EngineThread(Engine):
         completion: Completion = await self._call(self.engine.generate(prompt, sampling, session=session, **more))
         return completion
 
+    def check_request(self, sampling: Sampling) -> None:
+        self.engine.check_request(sampling)
+
     async def load(self, weights: Weights, version: int) -> None:
         await self._call(self.engine.load(weights, version))
 
@@ -92,7 +96,7 @@ class TokenQueue:
         self._wake_up_scheduled = False
 
     def __call__(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> None:
-        self._tokens.append((token, logprob, tuple(top)))
+        self._tokens.append((token, logprob, tuple(pair for pair in top if math.isfinite(pair[1]))))
         if not self._wake_up_scheduled:
             self._wake_up_scheduled = True
             self._loop.call_soon_threadsafe(self.ready.set)
@@ -128,6 +132,9 @@ class EngineTokenStream:
                     num_sent += len(tokens)
                     yield _chunk(tokens, top)
             completion: Completion = sampling.result()
+        except SchemaError as error:  # of this request, not of the engine
+            breaker.cancel()
+            raise RequestError(str(error), "response_format", "invalid_json_schema") from error
         except EngineError as error:
             breaker.record_failure()
             raise ServiceUnavailable(f"the engine failed: {error}", status=500, code="engine_error") from error
@@ -203,7 +210,9 @@ class EngineBackend:
         sampling = replace(request.sampling, max_tokens=max_tokens, stop=self.renderer.stop)
         try:
             read_prompt(prompt, self.vocab_size, self.max_context)
-            check_sampling(sampling)
+            self.engine.check_request(sampling)
+        except SchemaError as error:
+            raise RequestError(str(error), "response_format", "invalid_json_schema") from error
         except EngineError as error:
             raise RequestError(str(error), param) from error
         return EngineTokenStream(self, tuple(prompt), sampling, request)

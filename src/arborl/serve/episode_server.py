@@ -16,6 +16,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -25,7 +26,7 @@ from fastapi import FastAPI
 from arborl.chat.conversation import USUAL_CHARS, messages_exceed, rendered_exceeds, tool_text, tools_exceed
 from arborl.chat.tokenizer import TextTokenizer
 from arborl.envs.env import Env
-from arborl.errors import ConfigError, ContextFull, EpisodeError, EpisodeLimitReached, MaxTurns
+from arborl.errors import ConfigError, ContextFull, EpisodeError, EpisodeLimitReached, MaxTurns, SchemaError
 from arborl.rewards.answers import POSTED
 from arborl.rollout.recorder import Recorder
 from arborl.serve.middleware import add_error_handlers, error_response
@@ -43,7 +44,7 @@ from arborl.serve.parsing import RequestWorkers, bounded_route
 from arborl.serve.schemas import RewardRequest, StepRequest
 from arborl.serve.session_routes import message_object
 from arborl.tools.remote.http_middleware import PendingConnections, RequestFilter, uvicorn_config
-from arborl.types import Call, Message, Task, ToolSpec
+from arborl.types import Call, Message, Sampling, Task, ToolSpec
 
 T = TypeVar("T")
 MAX_BODY_BYTES = 2**24
@@ -81,8 +82,20 @@ class RecordingBackend:
     ) -> Sequence[RecordedTokenStream]:
         if any(request.top_logprobs for request in requests):
             raise RequestError("the most likely tokens are not available in training", "top_logprobs")
+        for name in ("frequency_penalty", "presence_penalty"):
+            if any(getattr(request.sampling, name) for request in requests):
+                raise RequestError(f"{name} is not available in training: leave it out", name)
+        self._check_schema(requests[0].sampling)
         overflow = self._check_size(messages, tools)
         return [RecordedTokenStream(self, messages, tools, request, overflow) for request in requests]
+
+    def _check_schema(self, sampling: Sampling) -> None:
+        if not sampling.schema:
+            return
+        try:
+            self.recorder.engine.check_request(replace(sampling, stop=self.renderer.stop, max_tokens=1))
+        except SchemaError as error:
+            raise RequestError(str(error), "response_format", "invalid_json_schema") from error
 
     def _check_size(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> ContextFull | None:
         """An error if the prompt is far too long: the recorder would tokenize it in the run's event loop."""
@@ -138,8 +151,9 @@ class RecordingBackend:
             raise stream.overflow
         sampling, prefix = stream.request.sampling, stream.request.prefix
         return await self.recorder.call(
-            stream.messages, stream.tools, stop=sampling.stop_texts, most=sampling.max_tokens, begins=prefix
-        )
+            stream.messages, stream.tools, stop=sampling.stop_texts, most=sampling.max_tokens, begins=prefix,
+            schema=sampling.schema,
+        )  # fmt: skip
 
     async def run_in_episode(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.create_task(work, context=self._context.copy())

@@ -65,7 +65,7 @@ def add_error_handlers(app: FastAPI) -> None:
         errors = error.errors() if isinstance(error, RequestValidationError) else []
         pairs = [(".".join(str(part) for part in one.get("loc", ())[1:]), one.get("msg", "")) for one in errors]
         message = "; ".join(f"{where}: {what}" if where else what for where, what in pairs)
-        return error_response(400, message or "invalid request", param=pairs[0][0] if pairs else None)
+        return error_response(400, message or "invalid request", param=pairs[0][0] or None if pairs else None)
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

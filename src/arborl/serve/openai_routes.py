@@ -42,7 +42,8 @@ def openai_routes(
     async def answer(body: Any, request: Request, choices_of: Any, writer: Any) -> Response:
         backend = backend_of(request)
         parsing.check_model_name(body.model, backend)
-        choices = await workers.run(lambda: choices_of(body, backend, seconds), request.state.body_size)
+        has_schema = bool(parsing.schema_of(body))  # a schema is compiled, which may take long
+        choices = await workers.run(lambda: choices_of(body, backend, seconds), request.state.body_size, has_schema)
         return await send(writer(body, backend, choices), request, body.stream)
 
     @router.post("/chat/completions", response_model=None)
@@ -346,7 +347,7 @@ class ResponseWriter:
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
             "model": self.backend.name, "output": outputs or [], "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None, "store": False, "temperature": body.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": body.text_format()},
             "tool_choice": choice.model_dump(exclude_none=True) if isinstance(choice, ToolChoice) else choice or "auto",
             "tools": body.tools or [], "top_p": body.top_p, "truncation": "disabled",
             "usage": None if outputs is None else self.usage(), "metadata": body.metadata or {},

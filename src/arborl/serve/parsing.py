@@ -58,9 +58,10 @@ class RequestWorkers:
         self._slots = asyncio.Semaphore(num_workers)
         self._trim_timer: asyncio.TimerHandle | None = None
 
-    async def run(self, work: Callable[[], T], body_bytes: int) -> T:
-        """The result of `work`, which belongs to a request with a body of this size."""
-        if body_bytes <= SMALL_BODY_BYTES:
+    async def run(self, work: Callable[[], T], body_bytes: int, in_thread: bool = False) -> T:
+        """The result of `work`, which belongs to a request with a body of this size. It runs `in_thread` in any case
+        if small bodies may take long too."""
+        if body_bytes <= SMALL_BODY_BYTES and not in_thread:
             return work()
         try:
             async with asyncio.timeout(self.seconds), self._slots:
@@ -235,6 +236,12 @@ def encode_prompt(prompt: str | Sequence[int], backend: ModelBackend) -> list[in
     return ids
 
 
+def schema_of(body: SamplingRequest) -> str:
+    """The JSON schema of the answer, as `Sampling.schema`."""
+    chosen = getattr(body, "response_format", None)
+    return "" if chosen is None else replace_surrogates(chosen.schema_text())
+
+
 def generation_request(
     body: SamplingRequest,
     backend: ModelBackend,
@@ -243,11 +250,17 @@ def generation_request(
     top_logprobs: int = 0,
     prefix: str = "",
 ) -> GenerationRequest:
-    fields = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    names = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty")
+    fields = {name: getattr(body, name, None) for name in names}
     changes = {name: value for name, value in fields.items() if value is not None}
     seed = None
     if isinstance(body, CompletionOptions):
         changes["stop_texts"], seed = body.stops, body.seed
+    if schema := schema_of(body):
+        if getattr(body, "tools", None) and getattr(body, "tool_choice", None) != "none":
+            message = "response_format is not supported together with tools: leave one of them out"
+            raise RequestError(message, "response_format")
+        changes["schema"] = schema
     sampling: Sampling = replace(
         backend.sampling,
         max_tokens=max_tokens or UNLIMITED_TOKENS,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from arborl.chat.json_schema import ANY_OBJECT
 
 MAX_CHOICES = 16
 MAX_TOP_LOGPROBS = 20
@@ -75,15 +78,10 @@ class CompletionOptions(SamplingRequest):
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stop: Annotated[str, Field(min_length=1, max_length=256)] | Stops | None = None
     stream_options: StreamOptions | None = None
-    presence_penalty: Literal[0] | None = None
-    frequency_penalty: Literal[0] | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Annotated[Object, Field(max_length=0)] | None = None
     return_token_ids: bool = False
-
-    @field_validator("presence_penalty", "frequency_penalty", mode="before")
-    @classmethod
-    def _accept_float_zero(cls, value: Any) -> Any:
-        return 0 if isinstance(value, float) and value == 0 else value
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -92,6 +90,53 @@ class CompletionOptions(SamplingRequest):
 
 class TextFormat(BaseModel):
     type: Literal["text"] = "text"
+
+    def schema_text(self) -> str:
+        """As `Sampling.schema`."""
+        return ""
+
+
+class JsonObjectFormat(RequestBody):
+    type: Literal["json_object"]
+
+    def schema_text(self) -> str:
+        return ANY_OBJECT
+
+
+class NamedSchema(RequestBody):
+    """Without `schema`, any JSON object."""
+
+    name: str = Field(min_length=1, max_length=MAX_NAME_CHARS)
+    description: str | None = None
+    schema_: Object | None = Field(None, alias="schema")
+    strict: bool | None = None  # masks are always exact
+
+    def schema_text(self) -> str:
+        return ANY_OBJECT if self.schema_ is None else json.dumps(self.schema_, separators=(",", ":"))
+
+
+class JsonSchemaFormat(RequestBody):
+    """Of chat completions."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+    def schema_text(self) -> str:
+        return self.json_schema.schema_text()
+
+
+class NamedSchemaFormat(NamedSchema):
+    """Of responses."""
+
+    type: Literal["json_schema"]
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class ResponseText(RequestBody):
+    format: Annotated[TextFormat | JsonObjectFormat | NamedSchemaFormat, Field(discriminator="type")] = TextFormat()
+    verbosity: Literal["medium"] | None = None
 
 
 class FunctionName(RequestBody):
@@ -117,7 +162,7 @@ class ChatRequest(CompletionOptions):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    response_format: TextFormat | None = None
+    response_format: ResponseFormat | None = None
     service_tier: Literal["auto", "default"] | None = None
 
     @model_validator(mode="after")
@@ -172,15 +217,16 @@ class ResponseRequest(SamplingRequest):
     max_output_tokens: int | None = Field(None, ge=1)
     top_logprobs: Literal[0] | None = None
     truncation: Literal["disabled"] | None = None
-    text: Object | None = None
+    text: ResponseText | None = None
     include: Annotated[list[str], Field(max_length=0, fail_fast=True)] | None = None
 
-    @field_validator("text")
-    @classmethod
-    def _check_text_format(cls, text: Object | None) -> Object | None:
-        if text and text.get("format", {"type": "text"}) != {"type": "text"}:
-            raise ValueError("text.format: only {'type': 'text'}")
-        return text
+    @property
+    def response_format(self) -> Any:
+        return None if self.text is None else self.text.format
+
+    def text_format(self) -> Object:
+        """The format of the text, as a response states it."""
+        return (self.response_format or TextFormat()).model_dump(by_alias=True, exclude_none=True)
 
 
 class SessionRequest(RequestBody):

@@ -233,7 +233,9 @@ class Trainer:
 
     def _credit_and_update(self, groups: Sequence[Group], demonstrations: Sequence[Group], seed: int) -> Metrics:
         """Runs in the learner's thread, while episodes of later steps are collected."""
-        kept, forest, terms = prepare_batch(self.algorithm, self.learner, [*groups, *demonstrations])
+        kept, forest, terms = prepare_batch(
+            self.algorithm, self.learner, [*groups, *demonstrations], schema_masks=self.rollout.schema_masks
+        )
         metrics = episode_metrics(groups) | self.source.observe(self.step, groups)
         terms = self.algorithm.credit(kept, terms)
         config, dropped = self.config.learner, Metrics()

@@ -12,7 +12,7 @@ from arborl.algorithms.reward_arrays import cut_rows
 from arborl.errors import EpisodeError
 from arborl.learner.core.learner import Learner
 from arborl.learner.distributed.learner_group import LearnerGroup
-from arborl.rollout.token_trees import build_token_trees
+from arborl.rollout.token_trees import SchemaMasks, build_token_trees
 from arborl.types import NOT_SAMPLED, Forest, Group, Terms
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ def prepare_batch(
     learner: Learner | LearnerGroup,
     groups: Sequence[Group],
     extra_needs: AlgorithmNeeds = NO_EXTRA_NEEDS,
+    schema_masks: SchemaMasks | None = None,
 ) -> tuple[list[Group], Forest, Terms]:
     """The groups to train on, their token trees, and their terms with the columns that the algorithm needs. An episode
     for which a model computes a number that is not finite fails: it is logged and counted, and leaves baseline and loss
@@ -37,7 +38,7 @@ def prepare_batch(
     while True:
         kept = algorithm.keep(groups)
         needs = algorithm.needs | extra_needs
-        forest = build_token_trees(kept)
+        forest = build_token_trees(kept, schema_masks)
         cut = cut_rows(kept, forest.terms) if needs.after else np.zeros(0, dtype=np.int64)
         terms = learner.score_terms(forest.trees, forest.terms, needs, cut)
         columns = ["logprob", *(name for name in ("proximal", "reference", "value", "teacher") if getattr(needs, name))]

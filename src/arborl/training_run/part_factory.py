@@ -302,7 +302,7 @@ class RunPartFactory:
         arguments: dict[str, dict[str, Any]] = {
             "local": {
                 "kv_tokens": kv_tokens, "block_size": options.block_size, "deterministic": config.deterministic,
-                "decode": decode, "update": options.update, "sleep_mode": sleep_mode,
+                "decode": decode, "update": options.update, "sleep_mode": sleep_mode, "tokenizer": renderer.tokenizer,
             },
             "vllm": {
                 "kv_tokens": settings.kv_tokens, "dtype": options.dtype, "python": options.python,

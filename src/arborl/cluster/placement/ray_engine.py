@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from arborl.chat.tokenizer import Tokenizer
 from arborl.cluster.placement.actors import ActorInfo, ClusterActor, VersionMismatch, check_versions
 from arborl.cluster.placement.ray_cluster import Actor, GpuSlot, RayCluster
 from arborl.engines.engine import Engine, TokenListener, Weights
@@ -113,7 +114,9 @@ class EngineActor(ClusterActor):
             raise EngineError("torch finds no GPU on the node")
         self.version: int | None = None
         model = plan.model.build("cuda" if gpu else "cpu")
-        self.engine = LocalEngine(model, decode=_decoder(plan.tokenizer), **plan.settings)
+        tokenizer = _read_tokenizer(plan.tokenizer)
+        decode = None if tokenizer is None else tokenizer.decode
+        self.engine = LocalEngine(model, decode=decode, tokenizer=tokenizer, **plan.settings)
         self.engine.warm_up(plan.sampling)
 
     async def load(self, version: int, *parts: WeightArrays) -> int:
@@ -133,8 +136,8 @@ class EngineActor(ClusterActor):
         return completion, "", self.engine.metrics()
 
 
-def _decoder(files: Mapping[str, bytes]) -> Any:
-    """The decode function of the tokenizer in `files`; None without files."""
+def _read_tokenizer(files: Mapping[str, bytes]) -> Tokenizer | None:
+    """The tokenizer in `files`; None without files."""
     from arborl.chat.tokenizer import FileTokenizer
 
     if not files:
@@ -144,7 +147,7 @@ def _decoder(files: Mapping[str, bytes]) -> Any:
             (Path(folder) / name).write_bytes(content)
         tokenizer = FileTokenizer(folder)
         tokenizer.decode([0])
-    return tokenizer.decode
+    return tokenizer
 
 
 @dataclass(eq=False, slots=True)
@@ -205,7 +208,7 @@ class RayEngine(Engine):
         if self.closed:
             raise EngineError("the engine is closed; make another")
         tokens = read_prompt(prompt, self.vocabulary, self.max_context)
-        check_sampling(sampling)
+        check_sampling(sampling, edits=True)
         if sampling.stop_texts and not self.decodes:
             raise EngineError("stop_texts need a tokenizer, and this engine has none")
         began = time.perf_counter()
@@ -214,6 +217,9 @@ class RayEngine(Engine):
             raise EngineError("the engine was closed")
         self.counts["requests"] += 1
         return replace(completion, seconds=time.perf_counter() - began)
+
+    def check_request(self, sampling: Sampling) -> None:
+        check_sampling(sampling, edits=True)  # schemas are compiled by the actors
 
     async def _ask(self, replica: EngineReplica, prompt: Any, sampling: Sampling, session: str) -> Completion:
         assert replica.actor is not None

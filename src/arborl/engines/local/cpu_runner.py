@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from ctypes import POINTER, Structure, addressof, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from queue import SimpleQueue
@@ -27,12 +27,13 @@ from transformers import PreTrainedModel
 from arborl.engines.local.fused_forward import FusedForward, Product
 from arborl.engines.local.kv_cache import host_memory
 from arborl.engines.local.model_runner import CacheStorage, FinishedOutput, ModelStep, StepOutput
-from arborl.engines.local.sampler import TopTokens, sample_tokens
+from arborl.engines.local.sampler import LogitEdit, redraw
 from arborl.errors import EngineError
 from arborl.models.attention import attention_layout, logit_cap
 from arborl.models.c_library import load_c_library
 from arborl.models.fast_forward import epsilon
 from arborl.models.fused_linear import FusedLinear, LoraProduct
+from arborl.models.sampling import packed_masks
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,8 @@ class _Step(Structure):
         *((name, c_int64) for name in ("pages", "page", "room", "padded")),
         *((name, c_int64) for name in ("tokens", "table_width", "sampled")),
         *((name, c_void_p) for name in ("token", "position", "row", "table", "x", "q")),
-        *((name, c_void_p) for name in ("after", "temperature", "uniform", "logits", "drawn", "logprob")),
+        *((name, c_void_p) for name in ("after", "temperature", "uniform", "logits")),
+        *((name, c_void_p) for name in ("allowed", "penalties", "penalized", "penalty", "drawn", "logprob")),
         *((name, c_int64) for name in ("parts", "apart")),
         *((name, c_void_p) for name in ("bounds", "scratch")),
         ("scratch_each", c_int64),
@@ -182,19 +184,18 @@ class CpuModelRunner:
             self._pack_weights()
 
     def launch(self, step: ModelStep) -> StepOutput:
-        sampling, count = step.sampling, len(step.sampled)
-        token, logprob, logits = self.run_step(step, sampling.needs_logits)
-        top: TopTokens | None = None
-        if logits is not None:
-            rows = np.arange(count) if sampling.top else np.flatnonzero(sampling.truncated_B)
-            token_B, logprob_B, top = sample_tokens(torch.from_numpy(logits[rows]), sampling.select(rows))
-            cut = sampling.truncated_B[rows]  # no token depends on whether another request reports likeliest tokens
-            token[rows[cut]], logprob[rows[cut]] = token_B.numpy()[cut], logprob_B.double().numpy()[cut]
+        sampling, top = step.sampling.without_edits(), None  # the compiled step edits logits
+        rows = sampling.redrawn_rows()
+        token, logprob, logits = self.run_step(step, rows)
+        if len(rows):
+            logits_RV, token_B, logprob_B = map(torch.from_numpy, (logits, token, logprob))
+            top = redraw(logits_RV, rows, sampling, token_B, logprob_B)
         return FinishedOutput(token, logprob, top)
 
     def run_step(
-        self, step: ModelStep, with_logits: bool
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64], Floats | None]:
+        self, step: ModelStep, logit_rows: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64], Floats]:
+        """The sampled tokens, their log-probabilities, and the edited logits of some of the sampled rows."""
         self.warm_up(False)
         metadata, sampling = step.metadata, step.sampling
         counts = metadata.counts
@@ -203,7 +204,7 @@ class CpuModelRunner:
         row = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         bounds = self._partition(ends)
         token, logprob = np.zeros(count, np.int64), np.zeros(count)
-        logits = np.zeros((count, int(self.step.vocabulary)), np.float32) if with_logits else None
+        logits = np.zeros((len(logit_rows), int(self.step.vocabulary)), np.float32)
         s, parts = self.step, len(bounds) - 1
         s.tokens, s.table_width, s.sampled = len(tokens), metadata.tables.shape[1], count
         s.parts, s.apart = parts, bool(np.isin(bounds[1:-1], ends).all())
@@ -211,13 +212,35 @@ class CpuModelRunner:
         columns: dict[str, NDArray[Any] | None] = {
             "token": tokens, "position": metadata.positions.astype(np.int32), "row": row, "table": metadata.tables,
             "after": ends[step.sampled] - 1, "temperature": sampling.temperature_B, "uniform": sampling.uniform_B,
-            "logits": logits, "drawn": token, "logprob": logprob, "bounds": bounds,
+            "logits": _pointers(logit_rows, logits, count) if len(logits) else None, "drawn": token, "logprob": logprob,
+            "bounds": bounds,
         }  # fmt: skip
-        referenced = [self._set_pointer(name, column) for name, column in columns.items()]
+        edits, masks = self._edit_columns(sampling.edits, count)
+        referenced = [self._set_pointer(name, column) for name, column in (columns | edits).items()]
         self._allocate_scratch(len(tokens), parts)
         self.threads.run(lambda part: self.library.run(s, part), parts)
-        del referenced
+        del referenced, masks
         return token, logprob, logits
+
+    def _edit_columns(
+        self, edits: Mapping[int, LogitEdit], count: int
+    ) -> tuple[dict[str, NDArray[Any] | None], NDArray[np.uint8] | None]:
+        """The inputs of `edit` in the compiled step, and the masks that they point to."""
+        names = ("allowed", "penalties", "penalized", "penalty")
+        if not edits:
+            return dict.fromkeys(names), None
+        rows = sorted(edits)
+        masked = [row for row in rows if edits[row].allowed is not None]
+        masks = packed_masks([edits[row].allowed for row in masked], int(self.step.vocabulary))
+        counts = np.zeros(count + 1, np.int64)
+        counts[[row + 1 for row in rows]] = [len(edits[row].penalized) for row in rows]
+        columns = (
+            _pointers(np.asarray(masked, np.int64), masks, count),
+            np.cumsum(counts),
+            np.concatenate([edits[row].penalized for row in rows]),
+            np.concatenate([edits[row].penalty for row in rows]),
+        )
+        return dict(zip(names, columns, strict=True)), masks
 
     def _partition(self, ends: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where the tokens of each thread begin and end: at ends of sequences where that keeps the balance."""
@@ -302,6 +325,13 @@ class CpuModelRunner:
         weight = weight.detach().contiguous()
         self.library.pack(weight.data_ptr(), self.packed[name].ctypes.data, outs, depth)
         return self.packed[name].ctypes.data
+
+
+def _pointers(rows: NDArray[np.int64], values: NDArray[Any], count: int) -> NDArray[np.int64]:
+    """Addresses of the values of these rows; 0 for the other rows."""
+    pointers = np.zeros(count, np.int64)
+    pointers[rows] = values.ctypes.data + np.arange(len(rows)) * values.strides[0]
+    return pointers
 
 
 # ------------------------------------------------------------------------------------------------ threads

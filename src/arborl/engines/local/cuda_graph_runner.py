@@ -31,7 +31,7 @@ from arborl.engines.local import engine_kernels
 from arborl.engines.local.fused_forward import FusedForward, FusedLayer, RotaryTable
 from arborl.engines.local.kv_cache import AttentionMetadata, KVCache
 from arborl.engines.local.model_runner import FinishedOutput, ModelStep, StepOutput
-from arborl.engines.local.sampler import SamplingBatch, TopTokens, sample_tokens
+from arborl.engines.local.sampler import SamplingBatch, TopTokens, redraw
 from arborl.engines.local.shared_prefix import PrefixGrouping
 from arborl.engines.local.step_buffers import BUCKETS, StepBuffers, StepInputs, copy_to_device, reachable_buckets
 from arborl.models.attention import (
@@ -184,7 +184,8 @@ class CudaGraphModelRunner:
     def launch(self, step: ModelStep) -> StepOutput:
         self.buffer ^= 1
         count = len(step.sampled)
-        with_logits, top = step.sampling.needs_logits, None
+        rows, top = step.sampling.redrawn_rows(), None
+        with_logits = bool(len(rows))
         in_graph = len(step.tokens) <= self.buckets[-1] and not self.is_broken
         logits_BV = self._replay(step, with_logits) if in_graph else self._run_eager(step, with_logits)
         if not count:
@@ -192,8 +193,8 @@ class CudaGraphModelRunner:
         buffers = self.buffers
         if with_logits:
             assert logits_BV is not None
-            token_B, logprob_B, top = sample_tokens(logits_BV[:count].float(), step.sampling)
-            buffers.token[:count], buffers.logprob[:count] = token_B, logprob_B
+            logits_RV = logits_BV[torch.from_numpy(rows).to(logits_BV.device)].float()
+            top = redraw(logits_RV, rows, step.sampling, buffers.token, buffers.logprob)
         token, logprob = buffers.host_outputs[self.buffer]
         token[:count].copy_(buffers.token[:count], non_blocking=True)
         logprob[:count].copy_(buffers.logprob[:count], non_blocking=True)
@@ -337,8 +338,7 @@ class CudaGraphModelRunner:
             if self.logits is None:  # in the run before the first recording
                 self.logits = logits_BV.new_zeros(self.requests, logits_BV.shape[1])
             self.logits[: len(logits_BV)].copy_(logits_BV)
-        else:
-            self._sample(logits_BV, inputs.greedy)
+        self._sample(logits_BV, inputs.greedy)
 
     def _sample(self, logits_BV: Tensor, greedy: Tensor) -> None:
         buffers = self.buffers
@@ -363,7 +363,7 @@ class CudaGraphModelRunner:
         hidden_NE = self._hidden_states(engine_kernels.input_tokens(tokens, self.buffers.token), ops.position_N, ops)
         count = len(last)
         logits_BV = self._logits(hidden_NE[last_B.long()])
-        if count and not with_logits:
+        if count:
             self._send_sampling(step.sampling, count)
             self._sample(logits_BV, self._inputs(self.buffers.inputs, count).greedy)
         return logits_BV

@@ -17,15 +17,17 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from arborl.chat.json_schema import SchemaCompiler
+from arborl.chat.tokenizer import Tokenizer
 from arborl.engines.engine import PROBE_SESSION, Engine, TokenListener, Weights
 from arborl.engines.engine_requests import StopTextMatcher, check_sampling, read_prompt
 from arborl.engines.local.block_pool import BlockPool
 from arborl.engines.local.kv_cache import Array, AttentionMetadata, default_kv_tokens
 from arborl.engines.local.model_runner import ModelStep, StepOutput
 from arborl.engines.local.runner_selection import select_runner
-from arborl.engines.local.sampler import TopTokens
+from arborl.engines.local.sampler import LogitEdit, LogitEditor, TopTokens
 from arborl.engines.local.scheduler import EngineRequest, InputBatch, Scheduler
-from arborl.errors import EngineError
+from arborl.errors import EngineError, SchemaError
 from arborl.models.execution_paths import count_fallbacks
 from arborl.spans import add_to_timeline
 from arborl.types import Completion, FinishReason, Metrics, Sampling
@@ -76,6 +78,7 @@ class LocalEngine(Engine):
         update: what happens to running completions when weights change: `continue`, `finish` or `restart`.
         sleep_mode: free the KV cache on the GPU during updates.
         compiled: on a CPU, run steps by compiled code where possible.
+        tokenizer: of the model, for requests with a JSON schema.
     """
 
     can_stream = can_pause = True
@@ -92,12 +95,14 @@ class LocalEngine(Engine):
         update: str = "continue",
         sleep_mode: bool = False,
         compiled: bool = True,
+        tokenizer: Tokenizer | None = None,
     ):
         if update not in UPDATE_MODES:
             raise ValueError(f"update={update!r}: give {', '.join(UPDATE_MODES)}")
         if max_requests < 1:
             raise ValueError(f"max_requests={max_requests}: give at least 1")
         self.model, self.max_context, self.decode, self.update = model, max_context, decode, update
+        self.schemas = None if tokenizer is None else SchemaCompiler(tokenizer)
         self.vocabulary = int(model.config.vocab_size)  # attribute access of a configuration is slow
         size = min(block_size or (64 if model.device.type == "cuda" else max_context), max_context)
         kv_tokens = kv_tokens or default_kv_tokens(model, max_context)
@@ -124,16 +129,29 @@ class LocalEngine(Engine):
         """Sample a continuation of `prompt`; the prefix cache finds earlier turns of the session by their tokens."""
         self._use_loop(asyncio.get_running_loop())
         tokens = read_prompt(prompt, self.vocabulary, self.max_context)
-        check_sampling(sampling)
-        stops = StopTextMatcher.make(self.decode, sampling)
+        check_sampling(sampling, edits=True)
+        stops, editor = StopTextMatcher.make(self.decode, sampling), self._editor(sampling)
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        request = EngineRequest(tokens, len(tokens), sampling, done, time.perf_counter(), stops, listener)
+        request = EngineRequest(tokens, len(tokens), sampling, done, time.perf_counter(), stops, listener, editor)
         self.scheduler.add(request, session == PROBE_SESSION)
         self._start_worker()
         try:
             return await done
         finally:
             self.scheduler.has_cancelled |= done.cancelled()
+
+    def check_request(self, sampling: Sampling) -> None:
+        check_sampling(sampling, edits=True)
+        self._editor(sampling)
+
+    def _editor(self, sampling: Sampling) -> LogitEditor | None:
+        if not sampling.edits_logits:
+            return None
+        if not sampling.schema:
+            return LogitEditor(sampling, None)
+        if self.schemas is None:
+            raise SchemaError("a JSON schema needs an engine with the tokenizer: LocalEngine(…, tokenizer=…)")
+        return LogitEditor(sampling, self.schemas.matcher(sampling.schema, sampling.stop))
 
     @property
     def shares_weights(self) -> bool:  # type: ignore[override]
@@ -198,7 +216,7 @@ class LocalEngine(Engine):
 
     def warm_up(self, sampling: Sampling) -> None:
         self._guard(self._read_output)
-        self.runner.warm_up(sampling.truncates)
+        self.runner.warm_up(sampling.truncates or sampling.edits_logits)
 
     async def close(self) -> None:
         self.closed = True
@@ -281,6 +299,9 @@ class LocalEngine(Engine):
         running = self.scheduler.running
         row = np.fromiter(running, np.int64, len(running))
         row = row[batch.length[row] < batch.limit[row]]
+        edits = dict[int, LogitEdit]()
+        if batch.has_edits[row].any():
+            row, edits = self._edit_rows(row)
         if not len(row):
             return None
         new = batch.length[row] - batch.computed[row]
@@ -297,7 +318,7 @@ class LocalEngine(Engine):
         sampling_rows = row[sampled]
         metadata = AttentionMetadata(starts, ends, batch.tables[row])
         tokens = self._new_tokens(row, starts, ends)
-        output = self.runner.launch(ModelStep(tokens, metadata, sampled, batch.sampling(sampling_rows)))
+        output = self.runner.launch(ModelStep(tokens, metadata, sampled, batch.sampling(sampling_rows, edits)))
         batch.computed[row] = ends
         batch.length[sampling_rows] += 1
         batch.sample_index[sampling_rows] = np.arange(len(sampling_rows))
@@ -308,6 +329,24 @@ class LocalEngine(Engine):
         self.counts["read"] += float(taken.sum())
         self.counts["steps"] += 1
         return LaunchedStep(sampling_rows, batch.epoch[sampling_rows], output)
+
+    def _edit_rows(self, row: Array) -> tuple[Array, dict[int, LogitEdit]]:
+        """The rows of the next step, and the edits of their logits. Where edits depend on a token that the launched
+        step samples, the row waits for the following step, and the others run ahead. A schema that allows no token
+        fails its own request."""
+        batch, edits, waiting = self.batch, dict[int, LogitEdit](), set[int]()
+        for number in row[batch.has_edits[row]].tolist():
+            request = self.scheduler.running[number]
+            assert request.editor is not None
+            if batch.length[number] > batch.known[number]:
+                waiting.add(number)
+                continue
+            try:
+                edits[number] = request.editor.edit(batch.tokens[number, request.prompt : batch.known[number]])
+            except SchemaError as error:
+                self.scheduler.fail(request, str(error), error)
+                waiting.add(number)
+        return row[~np.isin(row, list(waiting))], edits
 
     def _new_tokens(self, row: Array, starts: Array, ends: Array) -> NDArray[np.int32]:
         """The new tokens of these rows; -1 - i stands for the i-th token that the launched step samples."""

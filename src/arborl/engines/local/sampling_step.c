@@ -41,7 +41,10 @@ typedef struct {
     /* what is drawn, in the order of the tokens it is drawn after */
     const int64_t *after;
     const double *temperature, *uniform;
-    float *logits; /* where they are wanted, else null */
+    float *const *logits; /* of each where they are wanted or null, or null */
+    const uint8_t *const *allowed; /* of each its tokens that a schema allows (bits) or null; null if no logits are edited */
+    const int64_t *penalties, *penalized; /* the i-th has those from penalties[i] to penalties[i + 1] */
+    const float *penalty;
     int64_t *drawn;
     double *logprob;
     /* threads */
@@ -248,8 +251,17 @@ static void draw(float *logit, int64_t count, int64_t padded, double temperature
         for (found = r * RUN; found < count - 1; found++)
             if ((before += expf(logit[found] - top)) > uniform * total) break;
     }
+    while (found > 0 && logit[found] == -INFINITY) found--; /* rounding at the end, where a schema excludes tokens */
     *token = found;
     *logprob = logit[found] - all;
+}
+
+/* Subtract the penalties of one request's tokens; exclude the tokens that its schema does not allow. */
+static void edit(const Step *s, int64_t i, float *logit) {
+    for (int64_t n = s->penalties[i]; n < s->penalties[i + 1]; n++) logit[s->penalized[n]] -= s->penalty[n];
+    const uint8_t *allowed = s->allowed[i];
+    for (int64_t v = 0; allowed && v < s->vocabulary; v++)
+        if (!(allowed[v >> 3] >> (v & 7) & 1)) logit[v] = -INFINITY;
 }
 
 static void say(Step *s, int64_t from, int64_t to, float *scratch) {
@@ -260,7 +272,8 @@ static void say(Step *s, int64_t from, int64_t to, float *scratch) {
         for (int64_t j = 0; j < count; j++) norm(s->x + s->after[i + j] * s->width, s->last, h + j * s->width, s->width, s->epsilon);
         product(h, s->width, s->head, s->head_bias, logits, padded, count, s->width, s->vocabulary, 0);
         for (int64_t j = 0; j < count; j++) {
-            if (s->logits) memcpy(s->logits + (i + j) * s->vocabulary, logits + j * padded, s->vocabulary * sizeof(float));
+            if (s->allowed) edit(s, i + j, logits + j * padded);
+            if (s->logits && s->logits[i + j]) memcpy(s->logits[i + j], logits + j * padded, s->vocabulary * sizeof(float));
             draw(logits + j * padded, s->vocabulary, padded, s->temperature[i + j], s->uniform[i + j], s->drawn + i + j, s->logprob + i + j);
         }
     }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,8 +21,8 @@ from arborl.engines.engine import TokenListener, completion_versions
 from arborl.engines.engine_requests import LARGEST_ID, StopTextMatcher
 from arborl.engines.local.block_pool import BlockPool, BlockTable, Tokens
 from arborl.engines.local.kv_cache import Array
-from arborl.engines.local.sampler import SamplingBatch, uniform_numbers
-from arborl.errors import EngineError
+from arborl.engines.local.sampler import LogitEdit, LogitEditor, SamplingBatch, uniform_numbers
+from arborl.errors import EngineError, SchemaError
 from arborl.types import Completion, FinishReason, Metrics, Sampling
 
 MIN_SHARED = 16
@@ -42,6 +42,7 @@ class EngineRequest:
     started: float
     stop_texts: StopTextMatcher | None = None
     listener: TokenListener | None = None
+    editor: LogitEditor | None = None
     logprobs: NDArray[np.float64] = field(default_factory=lambda: NO_LOGPROBS)
     versions: NDArray[np.int64] = field(default_factory=lambda: NO_VERSIONS)
     """Of the tokens sampled before the last preemption, as `logprobs`."""
@@ -78,7 +79,7 @@ class InputBatch:
         self.seed = np.zeros(count, dtype=np.uint64)
         self.temperature, self.top_p, self.min_p = (np.zeros(count) for _ in range(3))
         self.top_k, self.sample_index, self.top, self.epoch = (np.zeros(count, dtype=np.int64) for _ in range(4))
-        self.has_stop_texts, self.has_listener = (np.zeros(count, dtype=bool) for _ in range(2))
+        self.has_stop_texts, self.has_listener, self.has_edits = (np.zeros(count, dtype=bool) for _ in range(3))
 
     def add(self, request: EngineRequest, cached: int, context: int) -> int:
         """Put a request with `cached` computed tokens into a free row."""
@@ -99,6 +100,7 @@ class InputBatch:
         self.stops[row, : len(sampling.stop)] = sampling.stop
         self.has_stop_texts[row] = request.stop_texts is not None
         self.has_listener[row] = request.listener is not None
+        self.has_edits[row] = request.editor is not None
         self.top[row] = 0 if request.listener is None else request.listener.top
         return row
 
@@ -112,11 +114,13 @@ class InputBatch:
         self.num_blocks[:] = 0
         self.epoch += 1
 
-    def sampling(self, rows: Array) -> SamplingBatch:
+    def sampling(self, rows: Array, edits: Mapping[int, LogitEdit]) -> SamplingBatch:
+        """The parameters of the next token of these rows; `edits` by row of this batch."""
         uniform = uniform_numbers(self.seed[rows], self.length[rows] - self.prompt[rows])
         top = int(self.top[rows].max(initial=0))
+        chosen = {index: edits[row] for index, row in enumerate(rows.tolist()) if row in edits} if edits else {}
         return SamplingBatch(
-            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], uniform, top
+            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], uniform, top, chosen
         )  # fmt: skip
 
 
@@ -265,7 +269,8 @@ class Scheduler:
 
     def fail(self, request: EngineRequest, reason: str, cause: Exception | None = None) -> None:
         if not request.done.done() and not request.done.get_loop().is_closed():
-            error = EngineError(reason)  # one per request: a shared one would collect the tracebacks of all
+            # one per request: a shared one would collect the tracebacks of all
+            error = SchemaError(reason) if isinstance(cause, SchemaError) else EngineError(reason)
             error.__cause__ = cause
             request.done.set_exception(error)
         self._remove(request)

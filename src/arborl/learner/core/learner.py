@@ -96,6 +96,8 @@ class Learner(BaseLearner):
         first: InitialUpdates = NO_INITIAL_UPDATES,
     ):
         needs = needs or AlgorithmNeeds()
+        if sampling.penalizes:
+            raise ConfigError("frequency_penalty and presence_penalty: not supported in training. Write 0 for both.")
         self.teacher = teacher
         self.strategy = strategy = strategy or make_strategy(config)
         strategy.check(model)

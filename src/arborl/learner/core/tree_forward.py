@@ -99,10 +99,10 @@ def _chunks(
     """Hidden states, tokens and sampling shape in chunks; the shape has one row per term if terms carry their own."""
     rows = max_logit_rows(hidden_ME.device, model.config.vocab_size, path.fused)
     (token,) = upload(hidden_ME.device, batch.terms.token)
-    if batch.terms.drawn is None:
+    if batch.terms.drawn is None and batch.terms.allowed is None:
         shapes: Iterator[DistributionParams] = repeat(_shape(sampling, hidden_ME.device))
     else:
-        shapes = DistributionParams.from_terms(batch.terms.drawn, sampling, hidden_ME.device).split(rows)
+        shapes = DistributionParams.from_terms(batch.terms, sampling, hidden_ME.device).split(rows)
     yield from zip(hidden_ME.split(rows), token.split(rows), shapes, strict=False)
 
 
@@ -115,14 +115,14 @@ def _unfused_head(
     logprob_M = logit_MV.gather(1, token_M[:, None])[:, 0] - lse_M
     if not entropy:
         logit_MV, lse_M = logit_MV.detach(), lse_M.detach()
-    finite_MV = logit_MV.clamp(min=-1e30) if shape.truncates else logit_MV  # truncated tokens contribute 0
+    finite_MV = logit_MV.clamp(min=-1e30) if shape.excludes else logit_MV  # excluded tokens contribute 0
     return logprob_M, lse_M - ((logit_MV - lse_M[:, None]).exp() * finite_MV).sum(-1)
 
 
 def _fused_head(
     head: Any, cap: float | None, hidden_ME: Tensor, token_M: Tensor, shape: DistributionParams, entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    if cap is not None or shape.truncates:
+    if cap is not None or shape.excludes:
         return _unfused_head(head, cap, hidden_ME, token_M, shape, entropy)
     return fused_head(head, hidden_ME, token_M, shape, entropy)
 
