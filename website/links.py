@@ -24,6 +24,7 @@ FRONT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 """Pages of the repository's root that stand in the navigation."""
 FENCED = re.compile(r"(^(?:````.*?^````|```.*?^```)|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+METRIC_TABLE = re.compile(r"^\| metric \| meaning \|\n\|---\|---\|\n(?P<rows>(?:\|.*\n)+)", re.MULTILINE)
 HIGHLIGHTED = {".py": "python", ".yaml": "yaml", ".c": "c", ".json": "json"}
 
 
@@ -50,8 +51,25 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links as the site needs them: from where the page is on it to where the target is."""
+    """Links as the site needs them: from where the page is on it to where the target is; and the page's rank in the
+    search: guides above results and references."""
+    page.meta["search"] = {"boost": search_boost(page.file.src_uri)}
+    if page.file.src_uri == "run-folder.md":
+        markdown = METRIC_TABLE.sub(metric_headings, markdown)
     return relinked(markdown, origins.get(page.file.src_uri, f"docs/{page.file.src_uri}"))
+
+
+def metric_headings(table: re.Match[str]) -> str:
+    """A heading per row of a table of metrics, so that the search finds every metric."""
+    rows = [line.strip("|").split(" | ", 1) for line in table["rows"].splitlines()]
+    return "".join(f"#### {names.strip()}\n\n{meaning.strip()}\n\n" for names, meaning in rows)
+
+
+def search_boost(uri: str) -> float:
+    """The factor of a page's score in the search."""
+    if uri.startswith(("source/", "results/")) or uri in ("CHANGELOG.md", "decisions.md", "packages.md"):
+        return 0.2
+    return 0.5 if uri in ("api.md", "cli-reference.md", "index.md") or uri.startswith("recipes/") else 1.0
 
 
 def content(origin: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import re
 from pathlib import Path
@@ -62,6 +63,58 @@ def test_a_link_out_of_the_docs_leads_to_a_page_of_the_site(site):
     assert 'href="../../results/tools.html' in (folder / "recipes" / "calculator" / "index.html").read_text()
     assert "openai" in (folder / "source" / "examples" / "endpoint" / "openai_loop.py.html").read_text()
     assert 'href="concepts.html"' in (folder / "index.html").read_text()
+
+
+QUESTIONS = {
+    "OOM": "memory-and-speed", "out of memory": "memory-and-speed", "quickstart": "getting-started",
+    "SFT": "offline", "DPO": "offline", "LoRA": "memory-and-speed", "multi-GPU": "scale-out", "FSDP": "scale-out",
+    "resume checkpoint": "resume", "wandb": "tracking", "vLLM": "engines", "own tool": "tools",
+    "own environment": "environments", "custom reward": "rewards", "reward model": "rewards", "convert verl": "migrate",
+    "JSON schema": "serve", "MCP": "tools", "async staleness": "async", "hyperparameter search": "tuning",
+    "chat template": "chat", "GRPO advantage": "algorithms", "learner.lr": "configuration", "metrics": "run-folder",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def search(site):
+    """Pages for a question, best first: the site's index, searched and ranked as Material for MkDocs does."""
+    lunr = pytest.importorskip("lunr", reason="needs pip install lunr").lunr
+    index = json.loads((site[0] / "search" / "search_index.json").read_text())
+    separator = re.compile(index["config"]["separator"])
+
+    def words(text):
+        return separator.sub(" ", re.sub(r"<[^>]+>", " ", text)).lower().split()
+
+    documents = []
+    for entry in index["docs"]:
+        texts = {name: " ".join(words(entry[name])) for name in ("title", "text")}
+        documents.append(({"ref": entry["location"], **texts}, {"boost": entry.get("boost", 1)}))
+    built = lunr("ref", [{"field_name": "title", "boost": 1000}, "text"], documents)
+
+    def pages(question):
+        asked, scores = words(question), dict[str, float]()
+        for hit in built.search(" ".join(f"{word} {word}*" for word in asked)):
+            page, _, section = hit["ref"].partition("#")
+            found = list(hit["match_data"].metadata)
+            has_all = all(any(term.startswith(word[: max(3, len(word) - 3)]) for term in found) for word in asked)
+            scores[page] = max(scores.get(page, 0.0), hit["score"] * (1 + ((not section) + has_all) ** 2))
+        return [page.removesuffix(".html") for page in sorted(scores, key=lambda page: -scores[page])]
+
+    return pages
+
+
+@MKDOCS
+@pytest.mark.parametrize(("question", "page"), QUESTIONS.items())
+def test_a_question_finds_its_guide_among_the_first_three(search, question, page):
+    assert page in search(question)[:3]
+
+
+@MKDOCS
+def test_every_metric_is_found(search):
+    rows = re.findall(r"^\| (`[a-z]+/.*?) \| ", (DOCS / "run-folder.md").read_text(), re.MULTILINE)
+    names = [name for row in rows for name in re.findall("`([^`<]+/[^`<]+)`", row)]
+    assert len(names) > 100
+    assert [name for name in names if "run-folder" not in search(name)[:5]] == []
 
 
 def test_every_result_is_in_the_list_of_results():
