@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -126,7 +127,7 @@ class TextWorld(FileGame):
     """A TextWorld game: made from the task's seed, or one of your game files.
 
     A made game is compiled by Inform 7 and kept in `cache`, so that the episodes of a group, and later runs, share it.
-    Games are made for the split that a hash of their world and quest selects.
+    One game in ten, by a hash of its settings and seed or of its file's name, is held out.
     """
 
     rules = RULES.format("go north")
@@ -171,11 +172,17 @@ class TextWorld(FileGame):
         if self.files:
             chosen = [file for file in self.files if split_of(file.name) == split] or list(self.files)
             return chosen[derive(seed, "textworld") % len(chosen)]
+        cache = Path(self.cache).expanduser()
         for number in range(MAX_DRAWS):
             drawn = derive(seed, "textworld", number) % 2**31
             if split_of((self.rooms, self.objects, self.quest_length, drawn)) == split:
-                return _made_game(self.rooms, self.objects, self.quest_length, drawn, Path(self.cache).expanduser())
-        raise ValueError(f"textworld: no game of split {split!r} in {MAX_DRAWS} draws")
+                made = _made_game(self.rooms, self.objects, self.quest_length, drawn, cache)
+                if made is not None:
+                    return made
+        raise ValueError(
+            f"textworld: no game of split {split!r} with rooms={self.rooms}, objects={self.objects}, "
+            f"quest_length={self.quest_length} in {MAX_DRAWS} draws: give more objects, or a shorter quest"
+        )
 
     async def step(self, action: Message) -> Step:
         command = self.command(action)
@@ -202,27 +209,29 @@ def _game_files(path: Path) -> tuple[Path, ...]:
     return files
 
 
-def _made_game(rooms: int, objects: int, quest_length: int, seed: int, cache: Path) -> Path:
-    """The game file of a seed, from the cache or made now. Processes that make the same game at once do not conflict."""
+def _made_game(rooms: int, objects: int, quest_length: int, seed: int, cache: Path) -> Path | None:
+    """The game file of a seed, from the cache or made now; None where the world of this seed has no such quest.
+
+    A folder appears in the cache when its game is complete, so processes that make the same game do not conflict.
+    """
     folder = cache / f"rooms{rooms}-objects{objects}-quest{quest_length}-seed{seed}"
     file = folder / "game.z8"
-    if file.exists():
-        return file
+    if folder.exists():
+        return file if file.exists() else None
     textworld = require_package("textworld", "textworld")
+    no_quest = require_package("textworld.generator.chaining", "textworld").QuestGenerationError
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        made = Path(scratch, "game")
+        made.mkdir()
         options = textworld.GameOptions()
         options.seeds, options.nb_rooms, options.nb_objects = seed, rooms, objects
-        options.chaining.min_length = options.chaining.max_length = quest_length
-        options.path = str(Path(scratch, "game", "game.z8"))
-        Path(scratch, "game").mkdir()
-        textworld.make(options)
-        try:
-            os.rename(Path(scratch, "game"), folder)
-        except OSError:  # another process was faster
-            if not file.exists():
-                raise
-    return file
+        options.quest_length, options.path = quest_length, str(made / "game.z8")
+        with suppress(no_quest):
+            textworld.make(options)
+        with suppress(OSError):  # another process was faster
+            os.rename(made, folder)
+    return file if file.exists() else None
 
 
 # ------------------------------------------------------------------------------------------------ ALFWorld
