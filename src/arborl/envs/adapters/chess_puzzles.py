@@ -15,13 +15,12 @@ from arborl.seeds import generator
 from arborl.types import Message, Metrics, Task
 
 RULES = (
-    "Solve the chess puzzle: find the best moves for your side. Each turn, answer with one move, as <answer>e2e4</answer> "
-    "or <answer>Nf3</answer>; with <answer>moves</answer> to see the legal moves; or with <answer>board</answer> to see "
-    "the board again. A legal move that is not the solution ends the puzzle."
+    "Solve the chess puzzle: find the best moves for your side. Each turn, answer with one move, as "
+    "<answer>e2e4</answer> or <answer>Nf3</answer>; with <answer>moves</answer> to see the legal moves; or with "
+    "<answer>board</answer> to see the board again. A legal move that is not the solution ends the puzzle."
 )
 SOLVED_SHARE, PROGRESS = 0.6, 0.5
-"""As AgentFly's dense reward: 0.6 for the solution (half of it, by progress, where it is not complete), the rest for the
-quality of the moves."""
+"""As AgentFly's dense reward: 0.6 for the solution, of which progress earns half, and the rest for the moves' quality."""
 CENTIPAWNS = 300.0
 """Loss of a move whose quality is 0."""
 
@@ -31,8 +30,8 @@ class ChessPuzzle(TextGame):
     """A chess puzzle: a position, and the moves of its solution.
 
     A row has `fen` and `moves` (UCI, separated by spaces), as Lichess's puzzles and AgentFly's rows. Of several moves
-    the first is the opponent's, which the environment plays; so are its answers. Without rows, a puzzle is a mate in one
-    with king, queen and rook, made from the task's seed. A move that gives mate also solves a puzzle whose solution ends there.
+    the first is the opponent's, which the environment plays; so are its answers. Without rows, a puzzle is a mate in
+    one with king, queen and rook, made from the task's seed. In place of the last move, any mate solves the puzzle.
     """
 
     tagged = True
@@ -41,7 +40,8 @@ class ChessPuzzle(TextGame):
     dense: bool = False
     """Whether an unsolved puzzle is rewarded for progress and for the quality of its moves, once, at the end."""
     engine: str = ""
-    """A UCI engine that judges moves for `dense`, for example `stockfish`; empty: moves of the solution count 1, others 0."""
+    """A UCI engine that judges moves for `dense`, for example `stockfish`. Without one, moves of the solution have
+    quality 1 and others 0."""
     engine_seconds: float = 0.1
     """The engine's time for a position."""
     max_steps: int = 10
@@ -69,7 +69,9 @@ class ChessPuzzle(TextGame):
             self.board = chess.Board(self.start)
             self._check_solution(chess)
         except ValueError as error:
-            raise ValueError(f"task {task.id}: fen={self.start!r}, moves={' '.join(self.solution)!r}: {error}") from error
+            raise ValueError(
+                f"task {task.id}: fen={self.start!r}, moves={' '.join(self.solution)!r}: {error}"
+            ) from error
         self.played = 0
         self.qualities: list[float] = []
         self.solved = self.failed = False

@@ -1,8 +1,8 @@
 """Text games of other packages: TextWorld, ALFWorld, ScienceWorld.
 
-A command is read from `<answer>…</answer>`, or from the whole message without such a tag, and sent to the game as it is;
-the game answers illegal commands. All three are blocking and start threads or processes of their own: with
-`rollout.workers=process` a game that hangs or crashes costs only its own episode.
+A command is read from `<answer>…</answer>`, or from the whole message without such a tag, and sent to the game as it
+is; the game answers illegal commands. The games run native code or a Java process: with `rollout.workers=process` one
+that hangs or crashes costs only its own episode.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ class TextWorld(FileGame):
     async def reset(self, task: Task, seed: int) -> Observation:
         split = check_split(str(task.fields.get("split", "train")), "textworld")
         file = self._file(task.seed, split)
-        infos = {name: True for name in ("description", "objective", "max_score", "policy_commands")}
-        state = self.play(file, (), intermediate_reward=True, **infos)
+        infos = ("description", "objective", "max_score", "policy_commands", "intermediate_reward")
+        state = self.play(file, (), **dict.fromkeys(infos, True))
         text = "\n\n".join(filter(None, (state.get("objective") if self.show_goal else "", state.get("description"))))
         return self.start((text if state.get("description") else _without_status_line(state.feedback)).strip())
 
