@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +19,9 @@ RULES = (
     "<answer>board</answer> to see the board again. A legal move that is not the solution ends the puzzle."
 )
 SOLVED_SHARE, PROGRESS = 0.6, 0.5
-"""As AgentFly's dense reward: 0.6 for the solution, of which progress earns half, and the rest for the moves' quality."""
-CENTIPAWNS = 300.0
-"""Loss of a move whose quality is 0."""
+"""As AgentFly's dense reward: 0.6 for the solution, of which progress earns half, and the rest for good moves."""
+CENTIPAWNS, MATE = 300.0, 10_000
+"""Loss of a move whose quality is 0, and the value of a mate."""
 
 
 @dataclass(eq=False)
@@ -42,8 +41,8 @@ class ChessPuzzle(TextGame):
     engine: str = ""
     """A UCI engine that judges moves for `dense`, for example `stockfish`. Without one, moves of the solution have
     quality 1 and others 0."""
-    engine_seconds: float = 0.1
-    """The engine's time for a position."""
+    engine_nodes: int = 20_000
+    """Positions that the engine searches for a judgement; not a time, so that rewards are reproducible."""
     max_steps: int = 10
     """The episode is truncated after this many messages."""
     format_penalty: float = 0.0
@@ -52,7 +51,7 @@ class ChessPuzzle(TextGame):
     def __post_init__(self) -> None:
         self.check_limits()
         require_package("chess", "chess")
-        require(self.engine_seconds > 0, f"engine_seconds={self.engine_seconds}: give a positive number")
+        require(self.engine_nodes >= 1, f"engine_nodes={self.engine_nodes}: give at least 1")
         if self.engine and shutil.which(self.engine) is None:
             raise MissingRequirementError(f"engine={self.engine!r}: no such program. Install it, or leave engine out.")
         self.board: Any = None
@@ -152,15 +151,8 @@ class ChessPuzzle(TextGame):
         """1 for the best move, less by what another one loses; without an engine, whether it is the solution's."""
         if not self.engine:
             return float(move.uci() == self.solution[self.played])
-        chess = require_package("chess.engine", "chess")
-        with _open_engine(self.engine) as engine:
-            limit = chess.Limit(time=self.engine_seconds)
-            best = engine.analyse(self.board, limit)
-            if best["pv"][0] == move:
-                return 1.0
-            after = engine.analyse(self.board, limit, root_moves=[move])
-        scores = [info["score"].pov(self.board.turn).score(mate_score=10_000) for info in (best, after)]
-        return float(min(max(1.0 - (scores[0] - scores[1]) / CENTIPAWNS, 0.0), 1.0))
+        best, own = _judge(self.engine, self.board, move, self.engine_nodes)
+        return min(max(1.0 - (best - own) / CENTIPAWNS, 0.0), 1.0)
 
     def _legal(self) -> list[str]:
         return sorted(f"{move.uci()} ({self.board.san(move)})" for move in self.board.legal_moves)
@@ -183,14 +175,29 @@ class ChessPuzzle(TextGame):
         return f"{self.board}\nFEN: {self.board.fen()}\nTurn: {side}{check}"
 
 
-@contextmanager
-def _open_engine(path: str) -> Iterator[Any]:
-    """A process of the engine for one move: none is left behind, whatever happens to the episode."""
-    engine = require_package("chess.engine", "chess").SimpleEngine.popen_uci(path)
-    try:
-        yield engine
-    finally:
-        engine.quit()
+ENGINES: dict[str, Any] = {}
+ENGINE_LOCK = threading.Lock()
+"""The engines of this process, by program; one position at a time."""
+
+
+def _judge(program: str, board: Any, move: Any, nodes: int) -> tuple[float, float]:
+    """Centipawns of the best move and of this one, for the side to move. An engine that fails is replaced."""
+    module = require_package("chess.engine", "chess")
+    with ENGINE_LOCK:
+        engine = ENGINES.pop(program, None) or module.SimpleEngine.popen_uci(program)
+        try:
+            limit = module.Limit(nodes=nodes)
+            scores = [
+                # `game`: the engine forgets what it knows, so a judgement does not depend on those before
+                engine.analyse(board, limit, game=object(), root_moves=moves)["score"].pov(board.turn)
+                for moves in (None, [move])
+            ]
+        except BaseException:
+            engine.close()
+            raise
+        ENGINES[program] = engine
+    best, own = (float(score.score(mate_score=MATE)) for score in scores)
+    return max(best, own), own
 
 
 def _mate_in_one(seed: int, split: str) -> tuple[str, str]:
