@@ -150,6 +150,7 @@ def test_a_row_selects_the_game_and_unsolvable_games_are_not_drawn(games):
     assert {env._file(Task("t", seed=seed)).parent.name for seed in range(20)} == {"trial_a"}
     assert env._file(Task("t", fields={"task_id": "trial_b"})).parent.name == "trial_b"
     assert env._file(Task("t", fields={"split": "held_out"})).parent.name == "trial_c"
+    assert env._file(Task("t", fields={"task_id": "trial_c"})).parent.name == "trial_c"  # of whatever split
     with pytest.raises(ValueError, match="task_id='trial_x': no such game"):
         env._file(Task("t", fields={"task_id": "trial_x"}))
     with pytest.raises(ValueError, match="split='exam': ALFWorld has train, valid_seen, valid_unseen"):

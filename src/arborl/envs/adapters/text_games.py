@@ -293,11 +293,13 @@ class ALFWorld(FileGame):
         split = str(task.fields.get("split", "train"))
         split = self.held_out if split == "held_out" else split
         require(split in ALFWORLD_SPLITS, f"split={split!r}: ALFWorld has {', '.join(ALFWORLD_SPLITS)}")
-        files = _alfworld_games(self.folder / "json_2.1.1" / split, tuple(self.tasks))
         if (trial := task.fields.get("task_id")) is not None:
-            found = [file for file in files if file.parent.name == str(trial)]
-            require(bool(found), f"task_id={trial!r}: no such game in {self.folder / 'json_2.1.1' / split}")
-            return found[0]
+            for one in dict.fromkeys((split, *ALFWORLD_SPLITS)):
+                for file in _alfworld_games(self.folder / "json_2.1.1" / one, ALFWORLD_TASKS):
+                    if file.parent.name == str(trial):
+                        return file
+            raise ValueError(f"task_id={trial!r}: no such game in {self.folder / 'json_2.1.1'}")
+        files = _alfworld_games(self.folder / "json_2.1.1" / split, tuple(self.tasks))
         require(bool(files), f"{self.folder / 'json_2.1.1' / split}: no game.tw-pddl of the tasks is there")
         for number in range(MAX_DRAWS):
             file = files[derive(task.seed, "alfworld", number) % len(files)]
