@@ -239,7 +239,7 @@ def stand_in(monkeypatch):
     vars(package)["ScienceWorldEnv"], vars(constants)["ID2TASK"] = Simulator, {"1": "boil", "2": "melt"}
     monkeypatch.setitem(sys.modules, "scienceworld", package)
     monkeypatch.setitem(sys.modules, "scienceworld.constants", constants)
-    monkeypatch.setattr(text_games._Simulators, "idle", [])
+    monkeypatch.setattr(text_games.SIMULATORS, "idle", [])
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/java")
     monkeypatch.setattr(Simulator, "started", 0)
     monkeypatch.setattr(Simulator, "closed", 0)
@@ -339,7 +339,7 @@ def test_the_dense_reward_is_agentflys_formula_with_the_solution_as_judge(chess)
     env = chess(dense=True, max_steps=2)
     assert [step.reward for step in say(env, Task("t", fields=MATE), "Qxf7#")] == [1.0]
     assert [step.reward for step in say(env, Task("t", fields=MATE), "Qxe5+")] == [0.0]
-    halfway = say(env, Task("t", fields=LONG), "e6e7", "b3d2")[-1]  # 2 of 5 moves after the first; 1 of 2 good
+    halfway = say(env, Task("t", fields=LONG), "e6e7", "e7e1")[-1]  # 2 of 5 moves after the first; 1 of 2 good
     assert halfway.reward == pytest.approx(0.6 * 0.5 * 2 / 5 + 0.4 * 1 / 2)
     late = say(env, Task("t", fields=LONG), "e6e7", "board")[-1]
     assert (late.truncated, late.reward) == (True, pytest.approx(0.6 * 0.5 * 2 / 5 + 0.4))

@@ -14,7 +14,8 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,6 +29,25 @@ from arborl.seeds import derive
 from arborl.types import Message, Metrics, Task
 
 RULES = "Play the game until its task is done. Each turn, answer with one command, for example <answer>{}</answer>."
+
+
+class IdlePool:
+    """Objects of this process that are slow to make, or never freed, and that no episode uses now."""
+
+    def __init__(self, make: Callable[[], Any]):
+        self.make = make
+        self.idle: list[Any] = []
+        self.lock = threading.Lock()
+
+    def take(self) -> Any:
+        with self.lock:
+            if self.idle:
+                return self.idle.pop()
+        return self.make()
+
+    def give_back(self, unused: Any) -> None:
+        with self.lock:
+            self.idle.append(unused)
 
 
 class CommandGame(TextGame):
@@ -87,23 +107,23 @@ STATUS_LINE = re.compile(r"\n*>\s*(?:-= .*)?\Z|\n+Would you like to RESTART.*\Z"
 class FileGame(CommandGame):
     """Base class: a game file that TextWorld plays."""
 
-    extra = "textworld"
     game: Any = None
+    is_idle = True
+    """Whether no call of the game is unfinished."""
 
-    def play(self, file: Path, wrappers: Sequence[Any], **infos: Any) -> Any:
+    def play(self, game: Any) -> Any:
         """Start the game; its first state."""
-        textworld = require_package("textworld", self.extra)
-        self.close_game()
-        wanted = textworld.EnvInfos(admissible_commands=True, won=True, lost=True, **infos)
-        self.game = textworld.start(str(file), wanted, wrappers=wrappers)
-        self.state = self.game.reset()
+        self.game, self.is_idle = game, False
+        self.state = game.reset()
+        self.is_idle = True
         return self.state
 
     def send(self, command: str) -> bool:
         """Send a command; whether it was admissible."""
         valid = command in self.state["admissible_commands"]
+        self.is_idle = False
         self.state, _, _ = self.game.step(command)
-        self.won = bool(self.state["won"])
+        self.won, self.is_idle = bool(self.state["won"]), True
         return valid
 
     def close_game(self) -> None:
@@ -163,8 +183,12 @@ class TextWorld(FileGame):
     async def reset(self, task: Task, seed: int) -> Observation:
         split = check_split(str(task.fields.get("split", "train")), "textworld")
         file = self._file(task.seed, split)
-        infos = ("description", "objective", "max_score", "policy_commands", "intermediate_reward")
-        state = self.play(file, (), **dict.fromkeys(infos, True))
+        textworld = require_package("textworld", "textworld")
+        names = ("admissible_commands", "won", "lost", "description", "objective", "max_score")
+        infos = textworld.EnvInfos(**dict.fromkeys((*names, "policy_commands", "intermediate_reward"), True))
+        self.close_game()
+        warnings.filterwarnings("ignore", message="Game '.*' is not fully supported")  # of jericho, which plays it
+        state = self.play(textworld.start(str(file), infos))
         text = "\n\n".join(filter(None, (state.get("objective") if self.show_goal else "", state.get("description"))))
         return self.start((text if state.get("description") else _without_status_line(state.feedback)).strip())
 
@@ -245,6 +269,17 @@ PUT = re.compile(r"put (.+?) (?:in/on|in|on) (.+)")
 """The command of ALFWorld before 0.4, which calls it `move`."""
 
 
+def _start_planner() -> Any:
+    """TextWorld's environment of PDDL games, with ALFWorld's names of things. Each loads a library that stays."""
+    demangler = require_package("alfworld.agents.environment.alfred_tw_env", "alfworld").AlfredDemangler
+    textworld = require_package("textworld", "alfworld")
+    infos = textworld.EnvInfos(admissible_commands=True, won=True, lost=True)
+    return demangler(require_package("textworld.envs", "alfworld").PddlEnv(infos))
+
+
+PLANNERS = IdlePool(_start_planner)
+
+
 @dataclass(eq=False)
 class ALFWorld(FileGame):
     """A household task of ALFWorld, as text; reward 1 when it is done.
@@ -252,7 +287,6 @@ class ALFWorld(FileGame):
     A row selects its game by `task_id` (the name of the trial) and `split`; without rows the task's seed selects one.
     """
 
-    extra = "alfworld"
     rules = RULES.format("go to cabinet 1")
 
     data: str = ""
@@ -282,10 +316,12 @@ class ALFWorld(FileGame):
             )
 
     async def reset(self, task: Task, seed: int) -> Observation:
-        demangler = require_package("alfworld.agents.environment.alfred_tw_env", "alfworld").AlfredDemangler
         file = self._file(task)
         self.walkthrough = tuple(json.loads(file.read_text(encoding="utf-8")).get("walkthrough") or ())
-        state = self.play(file, (demangler(),))
+        self.close_game()
+        game = PLANNERS.take()
+        game.load(str(file))
+        state = self.play(game)
         return self.start(state.feedback.removeprefix("-= Welcome to TextWorld, ALFRED! =-").strip())
 
     def _file(self, task: Task) -> Path:
@@ -315,6 +351,12 @@ class ALFWorld(FileGame):
         self.text, self.score = self.state.feedback.strip(), float(self.won)
         return self.answer(command, valid, float(self.won), self.won)
 
+    def close_game(self) -> None:
+        """Keep the environment for the next episode, unless a call of it did not return."""
+        game, self.game = self.game, None
+        if game is not None and self.is_idle:
+            PLANNERS.give_back(game)
+
     def oracle(self) -> str | None:
         """The next command of the game's walkthrough; None after a command that is not part of it."""
         return self.following(self.walkthrough)
@@ -335,25 +377,12 @@ def _alfworld_games(folder: Path, tasks: tuple[str, ...]) -> tuple[Path, ...]:
 # ------------------------------------------------------------------------------------------------ ScienceWorld
 
 
-class _Simulators:
-    """Java processes of ScienceWorld in this process that no episode uses. Starting one takes seconds."""
+def _start_simulator() -> Any:
+    """A Java process with ScienceWorld; starting one takes seconds."""
+    return require_package("scienceworld", "scienceworld").ScienceWorldEnv("")
 
-    idle: list[Any] = []
-    lock = threading.Lock()
 
-    @classmethod
-    def take(cls) -> Any:
-        with cls.lock:
-            if cls.idle:
-                return cls.idle.pop()
-        if shutil.which("java") is None:
-            raise MissingRequirementError("ScienceWorld needs Java 8 or later, and there is no java in PATH.")
-        return require_package("scienceworld", "scienceworld").ScienceWorldEnv("")
-
-    @classmethod
-    def give_back(cls, simulator: Any) -> None:
-        with cls.lock:
-            cls.idle.append(simulator)
+SIMULATORS = IdlePool(_start_simulator)
 
 
 @dataclass(eq=False)
@@ -395,7 +424,7 @@ class ScienceWorld(CommandGame):
         self.is_idle = True
 
     async def reset(self, task: Task, seed: int) -> Observation:
-        self.simulator = self.simulator or _Simulators.take()
+        self.simulator = self.simulator or SIMULATORS.take()
         self.is_idle = False
         self.name, self.variation = self._variation(task)
         self.simulator.load(self.name, self.variation, self.simplifications)
@@ -456,7 +485,7 @@ class ScienceWorld(CommandGame):
         """Keep the simulator for the next episode; one that an episode left in the middle of a call is ended."""
         simulator, self.simulator = self.simulator, None
         if simulator is not None and self.is_idle:
-            _Simulators.give_back(simulator)
+            SIMULATORS.give_back(simulator)
         elif simulator is not None:
             simulator.close()
 
@@ -470,8 +499,8 @@ def _variations(simulator: Any, name: str, split: str) -> list[int]:
 @lru_cache(maxsize=256)
 def _gold_path(name: str, variation: int, simplifications: str) -> tuple[str, ...]:
     """ScienceWorld's solution, found in a simulator of its own: finding it changes the simulator's state."""
-    simulator = _Simulators.take()
+    simulator = SIMULATORS.take()
     simulator.load(name, variation, simplifications, generateGoldPath=True)
     path = tuple(simulator.get_gold_action_sequence())
-    _Simulators.give_back(simulator)
+    SIMULATORS.give_back(simulator)
     return path
