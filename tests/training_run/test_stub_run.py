@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 
 import pytest
 import yaml
@@ -129,3 +130,15 @@ def test_steps_of_the_command_line_replace_epochs_of_the_file_and_the_reverse(fi
     assert (config.trainer.steps, config.trainer.epochs) == (None, 2)
     with pytest.raises(ConfigError, match="both set the length"):
         load(file(), ["trainer.steps=3", "trainer.epochs=2"])
+
+
+def test_an_environment_whose_package_is_not_installed_is_replaced_and_named(file, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "alfworld", None)
+    alone = {"env": {"name": "alfworld", "args": {"max_steps": 4}}, "rewards": [{"name": "env"}]}
+    with caplog.at_level(logging.WARNING):
+        run = check(file(**alone), "rollout.max_turns=2", "rollout.tasks_per_step=2", "evaluation.tasks=1")
+    assert yaml.safe_load((run.folder / "config.yaml").read_text())["env"]["name"] == "rooms"
+    assert "env.name=alfworld by rooms" in caplog.text
+    assert "pip install 'arborl[alfworld]'" in caplog.text
+    with pytest.raises(ConfigError, match=r"env\.args\.max_stepz: unknown argument"):
+        check(file(**alone | {"env": {"name": "alfworld", "args": {"max_stepz": 4}}}))

@@ -28,6 +28,8 @@ ENVIRONMENTS = {
     "chess_move": ("chess", CHESS),
 }
 """Tools that are an environment's moves: the environment, and what differs."""
+AT_ONCE = {"alfworld": 8, "scienceworld": 48, "chess": 8}
+"""Their numbers of concurrent environments, `max_global_num`."""
 ENV_ARGS: dict[str, dict[str, Any]] = {"scienceworld": {"tasks": [], "simplifications": ""}}
 """Their settings of an environment that no key has."""
 ASKED = {
@@ -97,7 +99,7 @@ ENV_REWARDS = (
     "chess_puzzle_reward",
     "chess_puzzle_reward_simple",
 )
-REWARD_ARGS = {
+REWARD_ARGS: dict[str, dict[str, Any]] = {
     "scienceworld_reward": {"env.args.intermediate": False},
     "chess_puzzle_reward": {"env.args.dense": True, "env.args.engine": "stockfish"},
 }
@@ -236,6 +238,10 @@ def _said(draft: Draft, key: str, otherwise: Any = None) -> Any:
 def _rows(draft: Draft, env: str) -> None:
     """Rows select the tasks of some environments; others make theirs."""
     if env in ROWS:
+        draft.default("max_global_num", AT_ONCE[env], "rollout.concurrency", AT_ONCE[env])
+        if isinstance(context := _said(draft, "max_model_len"), int):
+            why = "rows are not the prompts, so the context is the only limit"
+            draft.say("data.max_prompt_length", 512, "data.max_prompt_tokens", context, why)
         draft.lines = [replace(one, kind="changed", why=ROWS[env]) if one.path in DATA else one for one in draft.lines]
     else:
         for path in (*DATA, "data.question"):

@@ -1,8 +1,8 @@
 """Text games of other packages: TextWorld, ALFWorld, ScienceWorld.
 
 A command is read from `<answer>…</answer>`, or from the whole message without such a tag, and sent to the game as it
-is; the game answers illegal commands. The games run native code or a Java process: with `rollout.workers=process` one
-that hangs or crashes costs only its own episode.
+is; the game answers illegal commands. TextWorld and ALFWorld run in processes (`isolated`), ScienceWorld in a Java
+process for each episode: a game that hangs or crashes costs only its own episode.
 """
 
 from __future__ import annotations
@@ -100,12 +100,16 @@ class CommandGame(TextGame):
 
 # ------------------------------------------------------------------------------------------------ TextWorld
 
+TEXTWORLD_LOCK = threading.RLock()
+"""TextWorld's parsers belong to the process: one call at a time."""
 STATUS_LINE = re.compile(r"\n*>\s*(?:-= .*)?\Z|\n+Would you like to RESTART.*\Z", re.DOTALL)
 """The prompt and the status line below a text of an Inform 7 game, and the question at its end."""
 
 
 class FileGame(CommandGame):
     """Base class: a game file that TextWorld plays."""
+
+    isolated = True
 
     game: Any = None
     is_idle = True
@@ -122,7 +126,8 @@ class FileGame(CommandGame):
         """Send a command; whether it was admissible."""
         valid = command in self.state["admissible_commands"]
         self.is_idle = False
-        self.state, _, _ = self.game.step(command)
+        with TEXTWORLD_LOCK:
+            self.state, _, _ = self.game.step(command)
         self.won, self.is_idle = bool(self.state["won"]), True
         return valid
 
@@ -181,6 +186,10 @@ class TextWorld(FileGame):
         self.files = _game_files(Path(self.games).expanduser()) if self.games else ()
 
     async def reset(self, task: Task, seed: int) -> Observation:
+        with TEXTWORLD_LOCK:
+            return self._reset(task)
+
+    def _reset(self, task: Task) -> Observation:
         split = check_split(str(task.fields.get("split", "train")), "textworld")
         file = self._file(task.seed, split)
         textworld = require_package("textworld", "textworld")
@@ -319,9 +328,10 @@ class ALFWorld(FileGame):
         file = self._file(task)
         self.walkthrough = tuple(json.loads(file.read_text(encoding="utf-8")).get("walkthrough") or ())
         self.close_game()
-        game = PLANNERS.take()
-        game.load(str(file))
-        state = self.play(game)
+        with TEXTWORLD_LOCK:
+            game = PLANNERS.take()
+            game.load(str(file))
+            state = self.play(game)
         return self.start(state.feedback.removeprefix("-= Welcome to TextWorld, ALFRED! =-").strip())
 
     def _file(self, task: Task) -> Path:
