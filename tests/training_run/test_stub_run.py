@@ -136,7 +136,7 @@ def test_an_environment_whose_package_is_not_installed_is_replaced_and_named(fil
     monkeypatch.setitem(sys.modules, "alfworld", None)
     alone = {"env": {"name": "alfworld", "args": {"max_steps": 4}}, "rewards": [{"name": "env"}]}
     with caplog.at_level(logging.WARNING):
-        run = check(file(**alone), "rollout.max_turns=2", "rollout.tasks_per_step=2", "evaluation.tasks=1")
+        run = check(file(**alone), "rollout.max_turns=2", "evaluation.tasks=1")
     assert yaml.safe_load((run.folder / "config.yaml").read_text())["env"]["name"] == "rooms"
     assert "env.name=alfworld by rooms" in caplog.text
     assert "pip install 'arborl[alfworld]'" in caplog.text
