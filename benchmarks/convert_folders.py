@@ -39,12 +39,12 @@ def converted(system: str, file: Path, out: Path) -> tuple[str, str]:
     return "converted", ""
 
 
-def checked(file: Path) -> tuple[str, str]:
+def checked(file: Path, overrides: list[str]) -> tuple[str, str]:
     """`runs` or `fails`, and the error."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            train(load(file, ["model=seedling", "trainer.steps=1"], unset="stub"), stub=True)
+            train(load(file, ["model=seedling", "trainer.steps=1", *overrides], unset="stub"), stub=True)
     except Exception as error:  # any failure of any file is a row of the table
         return "fails", f"{type(error).__name__}: {error}".splitlines()[0]
     return "runs", ""
@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--pattern", default="*.sh")
     parser.add_argument("--check", action="store_true", help="run the check on each converted file")
+    parser.add_argument("--set", nargs="*", default=[], help="overrides of the check, such as model.dtype=float32")
     parser.add_argument("--json", action="store_true", help="one JSON object per file")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -68,7 +69,7 @@ def main() -> None:
             out = Path(f"{number}.yaml").resolve()
             outcome = converted(args.system, file, out)
             if outcome[0] == "converted" and args.check:
-                outcome = checked(out)
+                outcome = checked(out, args.set)
             name = str(file.relative_to(folder))
             outcomes[outcome[0]] += 1
             row = {"file": name, "outcome": outcome[0], "reason": outcome[1]}

@@ -1,23 +1,28 @@
 """Rollouts under load: many concurrent environments, blocking environments, and groups with redundant episodes.
 
     python benchmarks/environments.py --case all
+    python benchmarks/environments.py --case suite --env scienceworld --episodes 200 --player random
 
 Cases: `throughput` (environment steps per second with 1,000 concurrent FrozenLakes), `slow` (the same, where one
 environment in fifty blocks for 2 s in each step), `redundancy` (log-normal latency, groups with and without redundant
 episodes). Replies are scripted, so everything but the model is measured: rendering, tokenization, recording,
-environments, scheduling. Prints one JSON line per measurement.
+environments, scheduling. `suite` plays episodes of one environment in environment processes, with its random player or
+its oracle, and reports success, lost episodes and the memory of all processes. Prints one JSON line per measurement.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import os
 import platform
 import resource
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -26,9 +31,11 @@ from arborl.algorithms import make_algorithm
 from arborl.chat import Renderer
 from arborl.config.algorithm_config import AlgorithmConfig
 from arborl.engines.scripted import ScriptedEngine
+from arborl.envs import ENVS
 from arborl.envs.env import Env, Step
 from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.models.model_loading import resolve
+from arborl.rollout.env_processes import ProcessEnv, ProcessPool
 from arborl.rollout.env_workers import Workers
 from arborl.rollout.groups import GroupOptions
 from arborl.rollout.recorder import EpisodeLimits
@@ -196,12 +203,76 @@ def _mean_advantages(algorithm: object, groups: list[Group]) -> list[float]:
     return [float(terms.advantage[first][trees == tree].mean()) for tree in np.unique(trees)]
 
 
+def tree_memory() -> float:
+    """MiB of this process and of all below it, with those that the environments start (Java)."""
+    parents, resident = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[int(folder.name)], resident[int(folder.name)] = int(fields[1]), int(fields[21])
+    ours = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
+        ours |= more
+    return sum(resident.get(pid, 0) for pid in ours) * resource.getpagesize() / 2**20
+
+
+async def play_suite(args: argparse.Namespace) -> dict[str, object]:
+    """Episodes of one environment in processes, `--concurrency` at once."""
+    settings = dict(pair.split("=", 1) for pair in args.args)
+    arguments = {key: json.loads(value) for key, value in settings.items()}
+    pool, numbers = ProcessPool(most=args.concurrency), iter(range(args.episodes))
+    outcomes: list[dict[str, float]] = []
+    failures: list[str] = []
+    memory: list[float] = []
+
+    async def worker() -> None:
+        for number in numbers:
+            env = ProcessEnv(ENVS.build(args.env, arguments, "--args"), pool, args.env, args.seconds)
+            rng, step = generator(number, "player"), None
+            try:
+                await env.reset(Task(f"{args.env}/{number}", seed=number % args.tasks), number)
+                while step is None or not step.over:
+                    text = env.oracle() if args.player == "oracle" else env.random(rng)
+                    if text is None:
+                        break
+                    step = await env.step(Message("assistant", text))
+                outcomes.append(dict(env.metrics()))
+            except Exception as error:  # a lost episode is a result
+                failures.append(f"{number}: {type(error).__name__}: {error}")
+            finally:
+                await env.close()
+            memory.append(tree_memory())
+
+    start = time.perf_counter()
+    await asyncio.gather(*(worker() for _ in range(args.concurrency)))
+    seconds = time.perf_counter() - start
+    replaced = pool.metrics()["rollout/processes_replaced"]
+    pool.close()
+    quarter = len(memory) // 4
+    return {
+        "env": args.env, "player": args.player, "episodes": len(outcomes), "lost": len(failures),
+        "failures": failures[:3], "processes_replaced": replaced, "tasks": args.tasks,
+        "success": round(float(np.mean([one["success"] for one in outcomes])), 3) if outcomes else None,
+        "memory_mib_at_quarter": round(float(np.median(memory[quarter : quarter + 10]))),
+        "memory_mib_at_end": round(float(np.median(memory[-10:]))), "seconds": round(seconds, 1),
+    }  # fmt: skip
+
+
+def measure_suite(args: argparse.Namespace) -> dict[str, object]:
+    return asyncio.run(play_suite(args))
+
+
 CASES = {"throughput": measure_throughput, "slow": measure_blocking, "redundancy": measure_redundancy}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--case", choices=[*CASES, "all"], default="all")
+    parser.add_argument("--case", choices=[*CASES, "suite", "all"], default="all")
+    parser.add_argument("--env", default="chess", help="environment of the case suite")
+    parser.add_argument("--args", nargs="*", default=[], help="its arguments: name=JSON")
+    parser.add_argument("--player", choices=["random", "oracle"], default="random")
+    parser.add_argument("--tasks", type=int, default=200, help="different tasks of the case suite")
+    parser.add_argument("--seconds", type=float, default=60.0, help="deadline of a call in the case suite")
     parser.add_argument("--concurrency", type=int, default=1000)
     parser.add_argument("--episodes", type=int, default=4000)
     parser.add_argument("--repeat", type=int, default=3)
@@ -214,7 +285,8 @@ def main() -> None:
         "command": " ".join(sys.argv[1:]),
     }
     for name in CASES if args.case == "all" else [args.case]:
-        print(json.dumps({"case": name} | CASES[name](args) | machine_info), flush=True)
+        measure = measure_suite if name == "suite" else CASES[name]
+        print(json.dumps({"case": name} | measure(args) | machine_info), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 
 import pytest
 
@@ -25,13 +26,14 @@ actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.rollout.respons
 
 @pytest.fixture
 def read(tmp_path):
-    def reading(uses=None, **agent):
+    def reading(uses=None, checked=True, **agent):
         keys = " ".join(f"agent.init_config.{key}={value}" for key, value in agent.items())
         (tmp_path / "fly.txt").write_text(f"{COMMON}\n{keys}\n")
         draft = convert("agentfly", [tmp_path / "fly.txt"], uses)
         assert set(draft.source) <= draft.accounted()
         config = validate(RunConfig, draft.tree())
-        check(config)
+        if checked:  # needs the packages of the environment
+            check(config)
         return config
 
     return reading
@@ -51,6 +53,50 @@ def test_the_shop_is_an_environment_and_its_moves_are_messages(read):
     assert ([reward.name for reward in config.rewards], config.data.path) == (["env"], None)
 
 
+def test_groups_of_chains_have_a_baseline_in_every_layout(read):
+    config = read(agent_type="hf", tools="[calculator]", reward_name="math_equal_reward")
+    assert "baseline" not in config.algorithm.args
+
+
+def test_alfworld_is_an_environment_whose_rows_select_the_games(read):
+    game = {"tools": "[alfworld_step,alfworld_get_admissible_commands,alfworld_get_task_objective]"}
+    told = {"agent_type": "action", "system_prompt": "Act.", "template": "action-agent"}
+    config = read(checked=False, reward_name="alfworld_episode_reward", **game, **told)
+    assert (config.env.name, config.env.args, config.agent.name) == ("alfworld", {"max_steps": 4}, "chat")
+    assert str(config.data.path) == "rows.json"
+    prompt = config.env.prompt
+    assert re.search(prompt.action_pattern, "<think>a</think><Action> go to bed 1\n</action>")[1] == "go to bed 1"
+    assert (prompt.instruction, config.agent.system) == ("", "Act.")
+    assert prompt.observation == "<observation>{observation}</observation>"
+    listed = read(checked=False, agent_type="hf", reward_name="alfworld_episode_reward", **game)
+    assert (listed.env.args["list_actions"], listed.agent.name, listed.env.prompt.is_set) == (True, "chat", False)
+
+
+def test_scienceworld_gives_ten_for_a_finished_task_without_simplifications(read):
+    parts = {"tools": "[scienceworld_explorer]", "reward_name": "scienceworld_reward"}
+    config = read(checked=False, agent_type="action", **parts)
+    args = {"tasks": [], "simplifications": "", "intermediate": False, "max_steps": 4}
+    assert (config.env.name, config.env.args) == ("scienceworld", args)
+    assert [(reward.name, reward.weight) for reward in config.rewards] == [("env", 10.0)]
+
+
+def test_chess_puzzles_are_rows_and_their_moves_are_messages(read):
+    game = {"agent_type": "react", "tools": "[chess_move,chess_get_state,chess_get_legal_moves]"}
+    config = read(checked=False, reward_name="chess_puzzle_reward", **game)
+    assert (config.env.name, config.agent.name, str(config.data.path)) == ("chess", "chat", "rows.json")
+    assert config.env.args == {"dense": True, "engine": "stockfish", "max_steps": 4}
+    assert read(checked=False, reward_name="chess_puzzle_reward_simple", **game).env.args == {"max_steps": 4}
+
+
+def test_a_length_that_the_script_leaves_open_is_lost_and_said(tmp_path):
+    keys = (
+        "agent.agent_type=hf agent.tools=[answer] agent.reward_name=qa_em_reward agent.generation_config.max_tokens=$n"
+    )
+    (tmp_path / "fly.sh").write_text(f"python3 -m agentfly.cli train {COMMON.replace(chr(10), ' ')} {keys}\n")
+    draft = convert("agentfly", [tmp_path / "fly.sh"])
+    assert [line.kind for line in draft.lines if line.key == "agent.generation_config.max_tokens"] == ["lost"]
+
+
 def test_queries_between_tags_are_our_code_agent_with_a_search(read):
     config = read(agent_type="searchr1", tools="[search]", reward_name="qa_em_reward")
     assert (config.agent.name, config.agent.args["code_start_tag"]) == ("code", "<search>")
@@ -63,7 +109,8 @@ def test_queries_between_tags_are_our_code_agent_with_a_search(read):
     ("agent", "says"),
     [
         ({"agent_type": "gui", "tools": "[answer]", "reward_name": "qa_em_reward"}, "gui: no such agent here"),
-        ({"agent_type": "hf", "tools": "[alfworld_step]", "reward_name": "qa_em_reward"}, "ALFWorld is not here"),
+        ({"agent_type": "hf", "tools": "[alfworld_reset]", "reward_name": "qa_em_reward"}, "an episode has one game"),
+        ({"agent_type": "hf", "tools": "[answer]", "reward_name": "scienceworld_reward"}, "no tool names one"),
         (
             {"agent_type": "hf", "tools": "[shell]", "reward_name": "qa_em_reward"},
             "shell: no such tool here.*--use shell=",

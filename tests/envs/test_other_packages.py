@@ -80,10 +80,10 @@ def test_a_field_the_server_does_not_have_is_named_and_a_step_limit_cuts():
 
 
 @pytest.mark.parametrize(
-    ("name", "module"), [("reasoning_gym", "reasoning_gym"), ("textarena", "textarena"), ("openenv", "openenv")]
+    "name", ["reasoning_gym", "textarena", "openenv", "textworld", "alfworld", "scienceworld", "chess"]
 )
-def test_a_package_that_is_not_there_is_named_with_what_to_install(name, module, monkeypatch):
-    monkeypatch.setitem(sys.modules, module, None)
+def test_a_package_that_is_not_there_is_named_with_what_to_install(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=rf"pip install 'arborl\[{name}\]'"):
         ENVS.build(name, {}, "env.args")
 

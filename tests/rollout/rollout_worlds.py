@@ -60,6 +60,12 @@ class Sync(Env):
         return str(self.turns)
 
 
+class Isolated(Sync):
+    """Asks for a process."""
+
+    isolated = True
+
+
 class Declared(Sync):
     """Async by its signature, and blocking by its own word."""
 

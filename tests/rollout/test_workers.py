@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cases import slow_cases
-from rollout_worlds import Allowed, Declared, Promising, Secretive, Sync
+from rollout_worlds import Allowed, Declared, Isolated, Promising, Secretive, Sync
 
 from arborl import sandbox
 from arborl.agents.chat_agents import ChatAgent
@@ -58,6 +58,13 @@ def test_only_environments_that_may_block_are_put_into_threads():
     assert is_blocking(Secretive())
     assert not is_blocking(Promising())
     assert not is_blocking(FrozenLake())
+
+
+def test_environments_that_ask_for_a_process_get_one_and_a_crash_costs_one_episode(seedling):
+    run = rollout(seedling, Isolated, concurrency=2)
+    whole, crashed = play(run, "fine", "exit")
+    assert (whole.failure, run.workers.metrics()["rollout/processes_replaced"] >= 1) == (None, True)
+    assert "environment" in str(crashed.failure)
 
 
 def test_the_word_of_a_class_does_not_hold_for_calls_that_a_subclass_overrides():

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 
 import pytest
 import yaml
@@ -157,3 +158,15 @@ def test_a_stub_run_is_marked_in_its_files_and_its_output_and_can_be_resumed(fil
     again = CliRunner().invoke(app, ["train", "--resume", str(done.folder), "trainer.steps=2"])
     assert again.exit_code == 0, again.output
     assert json.loads((done.folder / "summary.json").read_text())["steps"] == 2
+
+
+def test_an_environment_whose_package_is_not_installed_is_replaced_and_named(file, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "alfworld", None)
+    alone = {"env": {"name": "alfworld", "args": {"max_steps": 4}}, "rewards": [{"name": "env"}]}
+    with caplog.at_level(logging.WARNING):
+        run = check(file(**alone), "rollout.max_turns=2", "evaluation.tasks=1")
+    assert yaml.safe_load((run.folder / "config.yaml").read_text())["env"]["name"] == "rooms"
+    assert "env.name=alfworld by rooms" in caplog.text
+    assert "pip install 'arborl[alfworld]'" in caplog.text
+    with pytest.raises(ConfigError, match=r"env\.args\.max_stepz: unknown argument"):
+        check(file(**alone | {"env": {"name": "alfworld", "args": {"max_stepz": 4}}}))

@@ -63,8 +63,8 @@ class RolloutConfig(Config):
     threads or processes) and adapts to the length of its queue; at most 128 with `workers=process`, and 128 with
     `deterministic`."""
     workers: Literal["auto", "thread", "process", "none"] = "auto"
-    """Where environments run. `auto`: in the event loop if they declare `blocking = False`, else in threads. `thread`,
-    `process`: all of them; `none`: all in the event loop."""
+    """Where environments run. `auto`: in the event loop if they declare `blocking = False`, in processes if they
+    declare `isolated = True`, else in threads. `thread`, `process`: all of them; `none`: all in the event loop."""
     envs_per_process: int = Field(0, ge=0)
     """With `workers=process`: environments per process. 0: one process per core."""
     max_turns: int = Field(32, ge=1)

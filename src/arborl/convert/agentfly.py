@@ -16,10 +16,37 @@ TOOLS = {
     "answer_qa": "answer", "search": "search", "google_search": "search", "dense_retrieve": "retrieve",
     "async_dense_retrieve": "retrieve", "asyncdense_retrieve": "retrieve",
 }  # fmt: skip
-ENVIRONMENTS = {"webshop_browser": "shop", "webshop_browser_action": "shop"}
-"""Tools that are an environment's moves."""
+MADE = "its moves are messages, and its products are made; env.args.data names WebShop's own"
+ALFWORLD = "its moves are messages; needs pip install 'arborl[alfworld]', and the games of alfworld-download"
+SCIENCEWORLD = "its moves are messages; needs pip install 'arborl[scienceworld]', and Java"
+CHESS = "its moves are messages, and a wrong move ends the puzzle; needs pip install 'arborl[chess]'"
+ENVIRONMENTS = {
+    "webshop_browser": ("shop", MADE),
+    "webshop_browser_action": ("shop", MADE),
+    "alfworld_step": ("alfworld", ALFWORLD),
+    "scienceworld_explorer": ("scienceworld", SCIENCEWORLD),
+    "chess_move": ("chess", CHESS),
+}
+"""Tools that are an environment's moves: the environment, and what differs."""
+AT_ONCE = {"alfworld": 8, "scienceworld": 48, "chess": 8}
+"""Their numbers of concurrent environments, `max_global_num`."""
+ENV_ARGS: dict[str, dict[str, Any]] = {"scienceworld": {"tasks": [], "simplifications": ""}}
+"""Their settings of an environment that no key has."""
+ASKED = {
+    "alfworld_get_task_objective": "the first observation has the task",
+    "chess_get_state": "every observation has the board; the message `board` shows it again",
+    "chess_get_legal_moves": "the message `moves` lists them",
+}
+"""Tools that only ask an environment."""
+LISTED = "alfworld_get_admissible_commands"
+ROWS = {
+    "alfworld": "rows select games by task_id; the text of the episode is the game's",
+    "scienceworld": "rows select tasks by task_name and variation_idx; the text of the episode is the simulator's",
+    "chess": "rows have the puzzles, in fen and moves; the text of the episode is the environment's",
+}
+"""Environments whose tasks are AgentFly's rows."""
 ELSEWHERE = {
-    "alfworld": "ALFWorld is not here", "scienceworld": "ScienceWorld is not here", "chess": "chess is not here",
+    "alfworld_reset": "an episode has one game, and starts it",
     "pyautogui": "screens are not here, and models see text only", "capture": "screens are not here",
     "summarize": "context is edited by agent=statelm (docs/context.md), not by a tool of its own",
 }  # fmt: skip
@@ -56,8 +83,27 @@ REWARDS: dict[str, tuple[Any, str]] = {
     "llm_as_judge_reward": JUDGED,
     "llm_as_judge_math_reward": JUDGED,
     "webshop_reward": ("env", ""),
+    "alfworld_episode_reward": ("env", ""),
+    "scienceworld_reward": (
+        {"name": "env", "weight": 10.0},
+        "10 for a finished task, also after fewer than 4 messages",
+    ),
+    "chess_puzzle_reward_simple": ("env", ""),
+    "chess_puzzle_reward": ("env", "as it is documented: moves are judged in the position in which they were made"),
 }
 """Theirs, ours, and what differs."""
+ENV_REWARDS = (
+    "webshop_reward",
+    "alfworld_episode_reward",
+    "scienceworld_reward",
+    "chess_puzzle_reward",
+    "chess_puzzle_reward_simple",
+)
+REWARD_ARGS: dict[str, dict[str, Any]] = {
+    "scienceworld_reward": {"env.args.intermediate": False},
+    "chess_puzzle_reward": {"env.args.dense": True, "env.args.engine": "stockfish"},
+}
+"""What a reward needs of its environment."""
 
 
 def agent(draft: Draft, key: str, value: Any) -> None:
@@ -80,8 +126,12 @@ def tools(draft: Draft, key: str, value: Any) -> None:
         if ours == LEFT_OUT:
             draft.lose(key, name, "left out, as --use says")
         elif ours is None and name in ENVIRONMENTS:
-            why = "its moves are messages, and its products are made; env.args.data names WebShop's own"
-            draft.set(key, name, "env.name", ENVIRONMENTS[name], why)
+            ours, why = ENVIRONMENTS[name]
+            draft.set(key, name, "env.name", ours, why)
+            for argument, content in ENV_ARGS.get(ours, {}).items():
+                draft.set(key, name, f"env.args.{argument}", content)
+        elif ours is None and name in (*ASKED, LISTED):
+            _question(draft, key, name)
         elif ours is None:
             reason = next((text for start, text in ELSEWHERE.items() if name.startswith(start)), "no such tool here")
             own = f"--use {name}=package.module:function, or --use {name}=none to leave it out"
@@ -95,6 +145,16 @@ def tools(draft: Draft, key: str, value: Any) -> None:
         draft.set(key, value, "tools", found)
 
 
+def _question(draft: Draft, key: str, name: str) -> None:
+    """A tool that asks an environment: nothing is left to ask, or every observation has the answer."""
+    if str(_said(draft, "agent_type")).lower() == "action":
+        draft.skip(key, name, "the action agent calls its first tool only")
+    elif name in ASKED:
+        draft.skip(key, name, ASKED[name])
+    else:
+        draft.set(key, name, "env.args.list_actions", True, "every observation lists the commands")
+
+
 def reward(draft: Draft, key: str, value: Any) -> None:
     name = str(value).lower()
     if name in draft.uses:
@@ -102,11 +162,16 @@ def reward(draft: Draft, key: str, value: Any) -> None:
     elif name in REWARDS:
         ours, why = REWARDS[name]
         draft.set(key, value, "rewards", [ours], why)
+        for path, content in REWARD_ARGS.get(name, {}).items():
+            draft.set(key, value, path, content)
     else:
         own = f"Write one of your own (docs/tools.md) and say so: --use {name}=package.module:function."
         draft.refuse(key, value, f"no such reward here. Known: {', '.join(REWARDS)}. {own}")
 
 
+DATA = ("data.path", "data.evaluation_path")
+ACTION = r"(?i)<action>\s*(.*?)\s*</action>"
+OBSERVATION = "<observation>{observation}</observation>"
 FAMILY = re.compile(r"qwen\d(?:\.\d)?|llama-?\d(?:\.\d)?|glm-\d|phi-\d|deepseek|nemotron")
 """Beginnings of AgentFly's templates that are a model's own."""
 
@@ -135,6 +200,18 @@ def turns(draft: Draft, key: str, value: Any) -> None:
         draft.lose(key, value, "an agent without a limit of its own has the context for one")
 
 
+def length(path: str) -> Rule:
+    """A number of tokens. A variable that the script does not set has no number."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        if isinstance(value, int) and value > 0:
+            draft.set(key, value, path, value)
+        else:
+            draft.lose(key, value, f"no number of tokens, so {path} is not written")
+
+    return rule
+
+
 def minibatch(draft: Draft, key: str, value: Any) -> None:
     """Chains of an optimiser step: AgentFly makes the chains itself, so that verl counts each as a row."""
     tasks, chains = draft.source.get("data.train_batch_size"), _said(draft, "num_chains", 1)
@@ -148,19 +225,55 @@ def minibatch(draft: Draft, key: str, value: Any) -> None:
     draft.set(key, value, "learner.minibatches", count, why)
 
 
-def _said(draft: Draft, key: str, otherwise: Any = None) -> Any:
+def _key(draft: Draft, key: str) -> str:
+    """Their name of `key`, in the layout that the script uses; empty where it does not set it."""
     layouts = (f"agent.{layout}{key}" for layout in ("run_config.", "init_config.", ""))
-    return next((draft.source[name] for name in layouts if name in draft.source), otherwise)
+    return next((name for name in layouts if name in draft.source), "")
+
+
+def _said(draft: Draft, key: str, otherwise: Any = None) -> Any:
+    return draft.source.get(_key(draft, key), otherwise)
+
+
+def _rows(draft: Draft, env: str) -> None:
+    """Rows select the tasks of some environments; others make theirs."""
+    if env in ROWS:
+        draft.default("max_global_num", AT_ONCE[env], "rollout.concurrency", AT_ONCE[env])
+        if isinstance(context := _said(draft, "max_model_len"), int):
+            why = "rows are not the prompts, so the context is the only limit"
+            draft.say("data.max_prompt_length", 512, "data.max_prompt_tokens", context, why)
+        draft.lines = [replace(one, kind="changed", why=ROWS[env]) if one.path in DATA else one for one in draft.lines]
+    else:
+        for path in (*DATA, "data.question"):
+            draft.undo(path, "the environment makes its tasks")
+
+
+def _action_tags(draft: Draft, env: str) -> None:
+    """What the action agent reads between its tags, and what its template writes around observations."""
+    kind = _said(draft, "agent_type")
+    if str(kind).lower() != "action" or env not in ROWS:
+        return
+    why = "a reply without it is an illegal command; there it ends the episode"
+    draft.set(_key(draft, "agent_type"), kind, "env.prompt.action_pattern", ACTION, why)
+    if system := _said(draft, "system_prompt"):
+        why = "it describes the commands, so the environment's own rules are left out"
+        draft.set(_key(draft, "system_prompt"), system, "env.prompt.instruction", "", why)
+    if _said(draft, "template") == "action-agent":
+        why = "the first observation too; the chat template is the model's own"
+        draft.lines = [line for line in draft.lines if not line.key.endswith(".template")]
+        draft.set(_key(draft, "template"), "action-agent", "env.prompt.observation", OBSERVATION, why)
 
 
 def after(draft: Draft) -> None:
     """What only makes sense together."""
     settings, reward_key = draft.settings, "agent.init_config.reward_name"
-    if settings.get("env.name"):
-        for path in ("data.path", "data.evaluation_path", "data.question"):
-            draft.undo(path, "the environment makes its tasks")
-        if not settings.get("tools") and settings.get("agent.name") == "tool":
-            draft.set("agent.agent_type", _said(draft, "agent_type"), "agent.name", "chat", "its moves are messages")
+    if env := settings.get("env.name"):
+        _rows(draft, env)
+        if not settings.get("tools") and settings.get("agent.name") in ("tool", "react"):
+            draft.lines = [line for line in draft.lines if line.path != "agent.name"]
+            kind = _said(draft, "agent_type")
+            draft.set(_key(draft, "agent_type"), kind, "agent.name", "chat", "its moves are messages")
+        _action_tags(draft, env)
         most = _said(draft, "max_turns")
         if isinstance(most, int):
             settings.pop("agent.args.max_tool_rounds", None)
@@ -172,15 +285,15 @@ def after(draft: Draft) -> None:
                 for line in draft.lines
             ]
     elif settings.get("agent.name") == "chat" and str(_said(draft, "agent_type")).lower() == "action":
-        why = "acts in an environment, and no tool names one. Known: webshop_browser_action."
+        why = f"acts in an environment, and no tool names one. Known: {', '.join(ENVIRONMENTS)}."
         draft.refuse("agent.agent_type", "action", why)
-    elif settings.get("rewards") == ["env"]:
-        draft.refuse(reward_key, "webshop_reward", "is that of an environment, and no tool names one.")
+    elif str(_said(draft, "reward_name")).lower() in ENV_REWARDS and settings.get("rewards"):
+        draft.refuse(reward_key, _said(draft, "reward_name"), "is that of an environment, and no tool names one.")
     if "rewards" not in settings:
         draft.refuse(reward_key, None, f"names no reward. Write one of {', '.join(REWARDS)}; or your own with --use.")
     for key in ("max_model_len", "generation_config.max_tokens"):
-        if (most := _said(draft, key)) is not None:  # before what verl's own lengths say
-            settings["sampling.max_context" if key == "max_model_len" else "sampling.max_tokens"] = int(most)
+        if isinstance(most := _said(draft, key), int):  # before what verl's own lengths say
+            settings["sampling.max_context" if key == "max_model_len" else "sampling.max_tokens"] = most
     if settings.get("agent.name") == "code" and "python" in settings.get("tools", ()):
         draft.undo("tools", "what the code agent runs anyway")
 
@@ -197,10 +310,10 @@ PLAIN: dict[str, Rule] = {
     "backend": idle(ENGINE),
     "use_agent": idle("there is always an agent; agent=chat calls no tools"),
     "system_prompt": to("agent.system"),
-    "max_model_len": to("sampling.max_context"),
+    "max_model_len": length("sampling.max_context"),
     "max_concurrent_chains": to("rollout.concurrency"),
     "train_on_last_turn": to("learner.max_samples_per_trajectory", {False: None}),
-    "generation_config.max_tokens": to("sampling.max_tokens"),
+    "generation_config.max_tokens": length("sampling.max_tokens"),
     "generation_config.temperature": to("sampling.temperature"),
     "generation_config.top_p": to("sampling.top_p"),
     "generation_config.top_k": to("sampling.top_k", lambda k: max(int(k), 0)),

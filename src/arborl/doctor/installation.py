@@ -75,6 +75,10 @@ EXTRAS = {
     "reasoning_gym": "env=reasoning_gym",
     "textarena": "env=textarena",
     "openenv": "env=openenv",
+    "textworld": "env=textworld",
+    "alfworld": "env=alfworld, with the games that alfworld-download fetches",
+    "scienceworld": "env=scienceworld, with Java",
+    "chess": "env=chess",
 }
 """Extras and what needs them."""
 

@@ -8,7 +8,8 @@ In reading order:
     validation.py      Type checks of observations, steps and metrics
     checker.py         The environment checker: tests an environment against the protocol
     games/             Environments of this library
-    adapters/          Environments of other packages: Gymnasium (both directions), reasoning_gym, textarena, OpenEnv
+    adapters/          Environments of other packages: Gymnasium (both directions), reasoning_gym, textarena, OpenEnv,
+                       TextWorld, ALFWorld, ScienceWorld, chess puzzles
 """
 
 from typing import TYPE_CHECKING, Any
@@ -34,9 +35,13 @@ ENVS = Registry(
         "reasoning_gym": "arborl.envs.adapters.other_packages:ReasoningGym",
         "textarena": "arborl.envs.adapters.other_packages:TextArena",
         "openenv": "arborl.envs.adapters.other_packages:OpenEnv",
+        "textworld": "arborl.envs.adapters.text_games:TextWorld",
+        "alfworld": "arborl.envs.adapters.text_games:ALFWorld",
+        "scienceworld": "arborl.envs.adapters.text_games:ScienceWorld",
+        "chess": "arborl.envs.adapters.chess_puzzles:ChessPuzzle",
     },
 )
-EXTRAS = ("reasoning_gym", "textarena", "openenv")
+EXTRAS = ("reasoning_gym", "textarena", "openenv", "textworld", "alfworld", "scienceworld", "chess")
 """Environments that need an optional package: `pip install 'arborl[NAME]'`."""
 
 

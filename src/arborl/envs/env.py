@@ -54,7 +54,8 @@ class Env(Protocol):
     observation, never an exception.
 
     `reset`, `step` and `close` may be plain or async and run in a thread, so they may block. Those of a class with
-    `blocking = False` run in the event loop, which is faster; they must not block.
+    `blocking = False` run in the event loop, which is faster; they must not block. Those of a class with
+    `isolated = True` run in processes: for packages that are not safe in threads, or that can hang or crash.
 
     A class with `tagged = True` reads actions between `<answer>` and `</answer>`: an action found by
     `env.prompt.action_pattern` is passed to it inside these tags, and to any other class without tags. With an

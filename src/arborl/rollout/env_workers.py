@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from arborl.envs.env import Env
-from arborl.envs.wrapper import env_class_name, is_blocking
+from arborl.envs.wrapper import env_class_name, inner_attribute, is_blocking
 from arborl.errors import EpisodeError
 from arborl.rollout.env_processes import ProcessEnv, ProcessPool
 from arborl.rollout.env_threads import ThreadEnv, ThreadPool
@@ -57,10 +57,11 @@ class Workers:
         self.threads.left.admit(threaded.name, KILLABLE)
         await threaded.open(make)
         env, name = threaded.env, name or env_class_name(threaded.env)
-        if self.kind == "thread" or (self.kind == "auto" and is_blocking(env)):
+        in_process = self.kind == "process" or (self.kind == "auto" and inner_attribute(env, "isolated", False))
+        if not in_process and (self.kind == "thread" or is_blocking(env)):
             return threaded, name
         threaded.release()
-        if self.kind == "auto":  # it was not probed before
+        if not in_process:  # it was not probed before
             return env, name
         placed = ProcessEnv(env, self.processes, f"environment {name!r}", seconds)
         await placed.open()
@@ -68,7 +69,8 @@ class Workers:
 
     def metrics(self) -> Metrics:
         metrics = self.threads.metrics()
-        return metrics | self.processes.metrics() if self.kind == "process" else metrics
+        has_processes = self.kind == "process" or self.processes.num_envs > 0
+        return metrics | self.processes.metrics() if has_processes else metrics
 
     def close(self) -> None:
         self.processes.close()

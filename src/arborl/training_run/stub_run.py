@@ -1,6 +1,7 @@
 """`arborl train --stub`: a few small steps with scripted replies, with stand-ins for what this machine lacks.
 
-Rows that are not there, judges, reward models, tool servers and trackers are replaced; each replacement is logged.
+Rows that are not there, judges, reward models, tool servers, trackers and environments whose package or data is not
+installed are replaced; each replacement is logged.
 Mistakes in the configuration stay errors.
 """
 
@@ -18,6 +19,8 @@ from arborl.config.data_config import DataConfig, RowsConfig
 from arborl.config.part_config import RewardConfig
 from arborl.config.run_config import RunConfig
 from arborl.config.tool_config import ToolConfig
+from arborl.envs import ENVS, EXTRAS
+from arborl.envs.adapters.other_packages import MissingRequirementError
 from arborl.errors import ArborError
 from arborl.models.model_files import is_model_folder, read_model_config, resolve
 from arborl.registry import OBJECT_PREFIX, check_arguments, load
@@ -68,6 +71,7 @@ def stub_run(config: RunConfig, objects: Mapping[str, Any], resuming: bool) -> t
     if rows and config.env.name == "question" and tree["engine"]["name"] == "scripted" and not tree["engine"]["args"]:
         tree["engine"]["args"] = {"replies": [REPLY.format(ANSWER), REPLY.format(LETTER), *WRONG_REPLIES]}
     replaced += rows
+    replaced += _replace_envs(config, tree)
     replaced += _replace_parts(config, tree, made)
     replaced += [] if resuming else _replace_folder(config, tree)
     if replaced:
@@ -228,6 +232,23 @@ def _put(row: dict[str, Any], path: Sequence[str], value: Any) -> None:
             return
         row = inner
     row.setdefault(last, value)
+
+
+# ------------------------------------------------------------------------------------------------ environments
+
+
+def _replace_envs(config: RunConfig, tree: dict[str, Any]) -> Iterator[str]:
+    """Environments that need what this machine does not have: `rooms` in their place, with the same prompt."""
+    for name in ("", *config.data.sources):
+        env = config.data.sources[name].env if name else config.env
+        section, where = (tree["data"]["sources"][name], f"data.sources.{name}.") if name else (tree, "")
+        if env is None or env.name not in EXTRAS:
+            continue
+        try:
+            ENVS.build(env.name, env.args, f"{where}env.args")
+        except MissingRequirementError as error:
+            section["env"] |= {"name": "rooms", "args": {}}
+            yield f"{where}env.name={env.name} by rooms ({error})"
 
 
 # ------------------------------------------------------------------------------------------------ rewards and tools

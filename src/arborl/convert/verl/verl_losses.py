@@ -39,7 +39,8 @@ def estimator(draft: Draft, key: str, value: Any) -> None:
     settings: dict[str, Any] = {"algorithm.skip_zero_variance": False} if ours in COMPARE else {}
     if value == "gpg":
         settings = {"algorithm.std": "none"}
-    if draft.number_or(f"{R}n", 1) == 1 and "agent.num_chains" not in draft.source and ours in COMPARE:
+    chains = any(f"agent.{layout}num_chains" in draft.source for layout in ("", "init_config.", "run_config."))
+    if draft.number_or(f"{R}n", 1) == 1 and not chains and ours in COMPARE:
         settings = {"algorithm.args.baseline": "none", "algorithm.std": "none"} if ours == "grpo" else {}
         ours = ALONE.get(ours, ours)
     if ours == "ppo":

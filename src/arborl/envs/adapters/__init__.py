@@ -4,4 +4,6 @@ In reading order:
 
     gymnasium_adapter.py  Gymnasium in both directions: `from_gymnasium`, `to_gymnasium`
     other_packages.py     reasoning_gym, textarena, OpenEnv servers
+    text_games.py         TextWorld, ALFWorld, ScienceWorld
+    chess_puzzles.py      Chess puzzles, with python-chess and optionally a UCI engine
 """

@@ -19,12 +19,16 @@ from arborl.seeds import derive
 from arborl.types import Message, Metrics, Task
 
 
+class MissingRequirementError(ConfigError):
+    """An environment needs a package, a program or data that this machine does not have."""
+
+
 def require_package(name: str, extra: str) -> Any:
-    """Import the package; ConfigError with the install command when it is missing."""
+    """Import the package; an error with the install command when it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError(
+        raise MissingRequirementError(
             f"the environment {extra!r} needs the package {name!r} ({error}). Write: pip install 'arborl[{extra}]'"
         ) from error
 
