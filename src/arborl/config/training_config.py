@@ -11,6 +11,9 @@ from arborl.config.config_base import Config, overrides_of
 from arborl.config.part_config import PartConfig
 from arborl.config.rollout_config import SamplingConfig
 
+MAX_LEARNING_RATE = 1.0
+"""Largest learning rate that may be meant; a run with a higher one starts with a warning."""
+
 
 class LearnerConfig(Config):
     """The learner: optimizer, batches, memory, ranks and critic."""
