@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_runs import invoke
 
 import arborl
 from arborl.config.load_config import from_kwargs
 from arborl.errors import ConfigError
 from arborl.training_run.build import build
-from tests.small_runs import invoke
 
 ROWS = [{"question": f"What is {number} + 1?", "answer": str(number + 1)} for number in range(40)]
 
@@ -202,3 +202,33 @@ except arborl.errors.ConfigError as error:
 
     assert done.stdout.startswith("False "), done.stdout
     assert "needs the column 'answer'" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "near"),
+    [
+        ({"algorithm": "gpro"}, "grpo"),
+        ({"env": "frozen_lak"}, "frozen_lake"),
+        ({"agent": "tol"}, "tool"),
+        ({"agent": "tool", "tools": ["calculater"]}, "calculator"),
+        ({"rewards": ["exat"]}, "exact"),
+        ({"engine": "locl"}, "local"),
+        ({"model": "seedlin"}, "seedling"),
+        ({"track.trackers": ["wandbb"]}, "wandb"),
+        ({"rollout.group_filter": "varid"}, "varied"),
+        ({"placement": "rayy"}, "ray"),
+    ],
+)
+def test_a_misspelt_name_of_a_part_is_answered_with_the_nearest(settings, near):
+    assert f"Did you mean {near!r}?" in refusal(**settings)
+
+
+def untyped(a, b):
+    return a + b
+
+
+def test_a_tool_without_docstring_and_types_is_named_with_what_to_add(caplog):
+    said = warnings(caplog, agent="tool", tools=["test_checks_at_the_start:untyped"])
+
+    assert "tool 'untyped' has no docstring and no type for 'a', 'b'." in said
+    assert "Write types in its signature, and a docstring with Args." in said
