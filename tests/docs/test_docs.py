@@ -59,6 +59,7 @@ def test_python_examples_run(name, tmp_path, monkeypatch):
 def test_commands_of_the_readme_are_understood(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text("trainer: {steps: 3}\n")
+    (tmp_path / "mine.py").touch()
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     words = shlex.split(line, comments=True)[1:]
     if "--resume" in words:
