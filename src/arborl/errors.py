@@ -213,8 +213,9 @@ def disk_error_reason(error: BaseException) -> str | None:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?`, or nothing when no known name is near."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    near = difflib.get_close_matches(name, list(known), n=5, cutoff=0.5)
+    swapped = [one for one in near if sorted(one) == sorted(name)]  # the same letters in another order: gpro, grpo
+    return f" Did you mean {(swapped or near)[0]!r}?" if near else ""
 
 
 def printable(text: str) -> str:

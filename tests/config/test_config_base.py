@@ -68,7 +68,8 @@ def test_a_bare_string_is_short_for_a_sections_name_or_path() -> None:
             "model.dtype: must be one of auto, float32, bfloat16, float16, float64; given 'float3'. "
             "Did you mean 'float32'?",
         ),
-        ({"tools": "calculator"}, "tools: must be a list, given 'calculator'. Write tools=[calculator]."),
+        ({"learner": {"betas": "0.9"}}, "learner.betas: must be a list, given '0.9'. Write betas=[0.9]."),
+        ({"tools": 5}, "tools: must be a list, given 5."),
         (
             {"sampling": {"stop": ["a", ""]}},
             "sampling.stop: an empty stop string ends every completion at once. Leave it out.",

@@ -324,3 +324,22 @@ def test_aliases_that_stay_small_are_read(tmp_path: Path) -> None:
     text = "env: {name: frozen_lake, args: &size {size: 4}}\nagent: {name: chat, args: *size}\nname: ${env.name}\n"
     config = load(write(tmp_path / "run.yaml", text))
     assert (config.name, config.agent.args) == ("frozen_lake", {"size": 4})
+
+
+def test_short_forms_of_python_are_those_of_files_and_of_the_command_line(tmp_path):
+    file = tmp_path / "short.yaml"
+    file.write_text("steps: 7\ntools: calculator\nrewards: exact\nagent: tool\ndata: rows.jsonl\n")
+    words = ["steps=7", "tools=calculator", "rewards=exact", "agent=tool", "data=rows.jsonl"]
+    python = from_kwargs(
+        steps=7, tools="calculator", rewards="exact", agent="tool", data="rows.jsonl", **{"name": "short"}
+    )
+    assert load(file) == load(None, [*words, "name=short"]) == python
+    assert python.trainer.steps == 7
+    assert [tool.name for tool in python.tools] == ["calculator"]
+
+
+def test_steps_of_the_command_line_replace_the_length_in_a_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("trainer: {epochs: 3}\ndata: rows.jsonl\nrewards: [exact]\n")
+    config = load(file, ["steps=5"])
+    assert (config.trainer.steps, config.trainer.epochs) == (5, None)

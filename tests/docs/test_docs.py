@@ -59,6 +59,7 @@ def test_python_examples_run(name, tmp_path, monkeypatch):
 def test_commands_of_the_readme_are_understood(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE.yaml").write_text("trainer: {steps: 3}\n")
+    (tmp_path / "PROGRAM.py").touch()
     done = CliRunner().invoke(app, [*shlex.split(line, comments=True)[1:], "--print"])
     assert done.exit_code == 0, done.output
     assert "seed:" in done.output

@@ -179,3 +179,17 @@ def test_a_trend_is_reported_once_during_a_run():
     warnings = [text for row in rows for text in monitor.add(row)]
     assert len(warnings) == 1
     assert warnings[0].startswith("Many tokens are clipped: 70% of tokens")
+
+
+@pytest.mark.parametrize(("change", "state"), [(DISAGREE, "fail"), (dict, "warn")])
+def test_a_learning_rate_above_1_is_the_first_cause(tmp_path, change, state):
+    folder = runs.write(tmp_path / "run", change)
+    config = folder / "config.yaml"
+    config.write_text(config.read_text() + "learner: {lr: 5.0}\n")
+    if change is DISAGREE:  # and nothing was learned
+        metrics = folder / "metrics.jsonl"
+        metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:4]))
+    faults = [finding for finding in examine_run(folder) if finding.state != "ok" and finding.name != "learning"]
+    assert (faults[0].name, faults[0].state) == ("learning_rate", state)
+    assert "learner.lr is 5" in faults[0].detail
+    assert "Write learner.lr=1e-6" in faults[0].advice

@@ -7,6 +7,7 @@ import logging
 
 import pytest
 
+from arborl.agents.agent_interface import FunctionAgent
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.games.frozen_lake import FrozenLake
@@ -89,7 +90,87 @@ def test_an_agent_that_raises_is_named_as_agent(make_rollout):
     run = make_rollout(lambda task: FrozenLake())
     run.factories = EpisodeFactories(lambda task: Broken(), lambda task: FrozenLake())
     (group,) = asyncio.run(run.collect([Task("t", agent="broken")], seed=0, group_size=1))
-    assert group.episodes[0].failure.where == "agent broken"
+    assert group.episodes[0].failure.where == "agent 'broken'"
+
+
+async def forgets_chat(task, env, model):
+    observation = await env.reset(task, 0)
+    await env.step(model.chat(observation.messages))
+
+
+async def reads_coroutine(task, env, model):
+    observation = await env.reset(task, 0)
+    assert model.chat(observation.messages).content
+
+
+async def forgets_reset(task, env, model):
+    await model.chat(env.reset(task, 0).messages)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+@pytest.mark.parametrize("agent", [forgets_chat, reads_coroutine, forgets_reset])
+def test_an_agent_that_forgot_await_is_told_so_by_name(make_rollout, agent):
+    run = make_rollout(lambda task: FrozenLake())
+    run.factories = EpisodeFactories(lambda task: FunctionAgent(agent), lambda task: FrozenLake())
+    (group,) = asyncio.run(run.collect([Task("t")], seed=0, group_size=1))
+    failure = group.episodes[0].failure
+    assert failure.where == f"agent {agent.__name__!r}"
+    assert "`await` is missing before a call" in failure.message
+    assert "Write `await model.chat(…)`" in failure.message
+    assert __file__ in failure.traceback
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+def test_an_environment_that_forgot_await_is_named_as_environment(make_rollout):
+    class Forgetful(FrozenLake):
+        async def step(self, action):
+            return super().step(action).reward
+
+    run = make_rollout(lambda task: Forgetful())
+    (group,) = asyncio.run(run.collect([Task("t", env="lake")], seed=0, group_size=1))
+    assert group.episodes[0].failure.where == "environment 'lake'"
+    assert group.episodes[0].failure.message.startswith("`await` is missing before a call")
+
+
+async def never_ends(task, env, model):
+    observation = await env.reset(task, 0)
+    while True:
+        await model.chat(observation.messages)
+        await asyncio.sleep(0.001)
+
+
+async def sleeps(task, env, model):
+    await asyncio.sleep(60)
+
+
+class SlowEngine(ScriptedEngine):
+    async def generate(self, prompt, sampling, *, session):
+        await asyncio.sleep(0.01)
+        return await super().generate(prompt, sampling, session=session)
+
+
+@pytest.mark.parametrize("agent", [never_ends, sleeps])
+def test_an_agent_that_does_not_end_is_named_with_its_calls(make_rollout, agent):
+    run = make_rollout(lambda task: FrozenLake(), episode_seconds=0.5)
+    run.factories = EpisodeFactories(lambda task: FunctionAgent(agent), lambda task: FrozenLake())
+    run.engine = SlowEngine([[1]])
+    (group,) = asyncio.run(run.collect([Task("t")], seed=0, group_size=1))
+    episode = group.episodes[0]
+    assert (episode.failure.where, episode.failure.kind) == (f"agent {agent.__name__!r}", "timeout")
+    assert episode.stop is StopReason.TIMEOUT
+    said = f"it did not end within rollout.episode_seconds=0.5: {len(episode.calls)} model calls"
+    assert said in episode.failure.message
+
+
+def test_an_engine_that_does_not_reply_in_time_is_named_as_engine(make_rollout):
+    class Hangs(ScriptedEngine):
+        async def generate(self, prompt, sampling, *, session):
+            await asyncio.sleep(60)
+
+    run = make_rollout(lambda task: FrozenLake(), episode_seconds=0.2)
+    run.engine = Hangs([[1]])
+    (group,) = asyncio.run(run.collect([Task("t")], seed=0, group_size=1))
+    assert group.episodes[0].failure.where == "engine"
 
 
 def test_an_engine_that_refuses_is_named_as_engine(make_rollout):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 
@@ -26,10 +27,11 @@ class Broken(Env):
     count = 0
     blocking = False
 
-    def __init__(self, after: int = 0):
-        self.after = after
+    def __init__(self, after: int = 0, seconds: float = 0.0):
+        self.after, self.seconds = after, seconds
 
     async def reset(self, task, seed):
+        await asyncio.sleep(self.seconds)
         Broken.count += 1
         self.fails = Broken.count > self.after
         return Observation((Message("user", "Say yes."),))
@@ -40,13 +42,13 @@ class Broken(Env):
         return Step(Observation(()), reward=float(Broken.count % 2), terminated=True)
 
 
-def run(folder, after=0, **more):
+def run(folder, after=0, seconds=0.0, **more):
     Broken.count = 0
     settings = {
         "rollout.tasks_per_step": 2, "rollout.group_size": 3, "evaluation.tasks": 5, "track.tensorboard": False,
         "track.gifs": 0, "threads": 1, "engine.args.replies": ["Yes.", "No."],
     }  # fmt: skip
-    return arborl.run(env=Broken(after), steps=9, engine="scripted", output_dir=folder, **settings | more)
+    return arborl.run(env=Broken(after, seconds), steps=9, engine="scripted", output_dir=folder, **settings | more)
 
 
 def test_a_run_stops_after_the_first_evaluation_with_one_message(tmp_path, caplog):
@@ -67,6 +69,76 @@ def test_a_run_stops_after_the_first_evaluation_with_one_message(tmp_path, caplo
     assert __file__ in summary["failures"][0]["failure"]["traceback"]
     assert "success" not in summary["before"]
     assert "0.0%" not in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_run_stops_when_the_first_tasks_fail_with_one_cause(tmp_path):
+    with pytest.raises(RunStopped) as stopped:
+        run(tmp_path / "run", seconds=0.01, **{"evaluation.tasks": 100, "rollout.concurrency": 4})
+    message = str(stopped.value)
+    assert message.startswith("Stopped: the first 8 tasks failed with one cause, and no episode succeeded.")
+    assert "environment 'Broken': ValueError: thin ice" in message
+    assert Broken.count < 20  # not 100
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["stopped"]
+    assert [cause["count"] for cause in summary["failures"]] == [8]
+
+
+def test_a_run_stops_when_the_first_tasks_of_training_fail(tmp_path):
+    with pytest.raises(RunStopped, match="the first 8 tasks failed with one cause"):
+        run(
+            tmp_path / "run",
+            seconds=0.01,
+            **{"evaluation.tasks": 0, "rollout.tasks_per_step": 50, "rollout.group_size": 2, "rollout.concurrency": 4},
+        )
+    assert Broken.count < 30
+
+
+def observed(*episodes: tuple[str, str | None]) -> FailureMonitor:
+    """A monitor after episodes of these tasks, each with the component that failed, started in this order."""
+    monitor = FailureMonitor()
+    for task, _ in episodes:
+        monitor.on_start(Task(task))
+    for task, where in episodes:
+        failure = None if where is None else Failure(where, "ValueError", "no")
+        monitor.on_end(Episode(task, Task(task), 0, failure=failure))
+    return monitor
+
+
+def test_failures_of_one_task_with_different_causes_or_after_a_success_do_not_stop_a_run():
+    one_task = [("a", "tool")] * 20
+    different = [(str(number), f"part {number % 2}") for number in range(20)]
+    observed(*one_task)
+    observed(*different)
+    observed(("good", None), *((str(number), "tool") for number in range(20)))
+
+
+def test_quick_failures_of_a_few_tasks_do_not_stop_a_run_whose_first_task_is_slow():
+    monitor = FailureMonitor()
+    tasks = [str(number) for number in range(50)]
+    for task in tasks:
+        monitor.on_start(Task(task))
+    for task in tasks[1:]:  # the first one still runs
+        monitor.on_end(Episode(task, Task(task), 0, failure=Failure("tool", "ValueError", "no")))
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("environment 'Lake'", "`arborl env check my_pkg:Lake`"),
+        ("agent 'once'", "`arborl rollout`, with the settings of the run, plays one episode with the agent"),
+        ("program 'python loop.py'", "Start the program alone"),
+        ("reward 'exact'", "prints its rewards"),
+        ("engine", "`arborl doctor --model seedling`"),
+    ],
+)
+def test_the_last_line_names_what_failed_and_how_to_check_it(where, words):
+    broken = Episode("e", Task("t"), 0, failure=Failure(where, "ValueError", "no"))
+    with pytest.raises(RunStopped) as stopped:
+        FailureMonitor("my_pkg:Lake", "seedling").check("step", 1, [broken] * 8)
+    last = str(stopped.value).splitlines()[-1]
+    assert last.startswith(f"Fix the cause in {where}, then start the run again.")
+    assert words in last
+    assert ("env check" in last) is where.startswith("environment")
 
 
 def test_without_evaluation_a_run_stops_after_the_first_step(tmp_path):

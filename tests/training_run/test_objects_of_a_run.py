@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
+import numpy as np
 import parts_of_mine as mine
 import pytest
 from small_runs import invoke
@@ -136,3 +138,54 @@ def test_arguments_of_a_tool_given_as_a_class_go_by_its_short_name(tmp_path, mon
 def test_rows_that_are_none_are_refused(tmp_path: Path, data):
     with pytest.raises(arborl.errors.ConfigError, match="row"):
         arborl.run(data=data, rewards=["exact"], output_dir=tmp_path / "run", **SMALL)
+
+
+# ------------------------------------------------------------------------------------------------ forms of data
+
+QUESTIONS = [{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": None}]
+
+
+def rows_given(data) -> list[dict]:
+    named, objects = name_objects({"data": data})
+    return objects[named["data"]["rows"]]()
+
+
+class Dataset:
+    """Like a dataset of Hugging Face: a sequence of rows with column names."""
+
+    column_names: ClassVar[list[str]] = ["question", "answer"]
+
+    def __init__(self, rows=QUESTIONS):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def test_rows_may_be_a_list_an_iterator_a_dataset_or_a_table():
+    pyarrow = pytest.importorskip("pyarrow")
+    for data in (QUESTIONS, iter(QUESTIONS), Dataset(), pyarrow.Table.from_pylist(QUESTIONS)):
+        assert rows_given(data) == QUESTIONS
+
+
+def test_rows_may_be_a_dataframe_whose_missing_values_are_none():
+    pandas = pytest.importorskip("pandas")
+    messages = pandas.Series([[{"role": "user", "content": "1+1?"}], [{"role": "user", "content": "2+2?"}]])
+    frame = pandas.DataFrame(QUESTIONS).assign(level=[1.0, float("nan")], messages=messages.map(np.array))
+    assert rows_given(frame) == [
+        {"question": "1+1?", "answer": "2", "level": 1.0, "messages": [{"role": "user", "content": "1+1?"}]},
+        {"question": "2+2?", "answer": None, "level": None, "messages": [{"role": "user", "content": "2+2?"}]},
+    ]
+
+
+def test_splits_by_name_are_training_and_held_out_rows():
+    named, objects = name_objects({"data": {"train": Dataset(), "test": Dataset(QUESTIONS[:1])}})
+    assert objects[named["data"]["rows"]]() == QUESTIONS
+    assert objects[named["data"]["evaluation_rows"]]() == QUESTIONS[:1]
+
+
+def test_a_dataframe_is_trained_on(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame([{"question": f"{n}+1?", "answer": str(n + 1)} for n in range(20)])
+    done = arborl.run(data=frame, rewards="exact", stub=True, output_dir=tmp_path / "run")
+    assert done.summary["steps"] > 0

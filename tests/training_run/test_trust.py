@@ -125,7 +125,7 @@ def test_what_is_pythons_own_or_behind_another_module_is_no_part(path):
 
 
 @pytest.mark.parametrize(("setting", "output"), [("env=json.decoder:JSONDecoder", "is part of Python"),
-                                                ("env=numpy:float64", "has no method 'reset'"),
+                                                ("env=numpy:float64", "has no reset()"),
                                                 ("agent=numpy:float64", "float64 is not an agent")])  # fmt: skip
 def test_what_is_no_environment_or_agent_is_refused_at_the_start(tmp_path, monkeypatch, setting, output):
     monkeypatch.chdir(tmp_path)

@@ -65,6 +65,11 @@ class FunctionAgent:
         await self.function(task, env, model)
 
 
+def agent_name(agent: Agent) -> str:
+    """The name of its class or function."""
+    return agent.function.__name__ if isinstance(agent, FunctionAgent) else type(agent).__name__
+
+
 def as_agent(candidate: Any, where: str) -> Agent:
     """The agent itself, or an async function wrapped as an agent. ConfigError for anything else."""
     run = candidate if is_async(candidate) else getattr(candidate, "run", None)

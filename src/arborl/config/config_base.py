@@ -50,6 +50,11 @@ class Config(BaseModel):
         return expand_shorthand(cls, data)
 
 
+def as_list(value: Any) -> Any:
+    """A list of one part, for the part alone: `tools: calculator` means `tools: [calculator]`."""
+    return (value,) if isinstance(value, str | Mapping | Config) else value
+
+
 def _stop_strings(value: Any) -> Any:
     texts = (value,) if isinstance(value, str) else value
     if isinstance(texts, list | tuple) and "" in texts:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from arborl.config.config_base import Config, expand_shorthand, overrides_of
+from arborl.config.config_base import Config, as_list, expand_shorthand, overrides_of
 from arborl.config.part_config import AgentPartConfig, ContextConfig, EnvConfig, PartConfig, RewardConfig
 from arborl.config.rollout_config import RolloutConfig, SamplingConfig
 from arborl.config.tool_config import ToolConfig
@@ -220,8 +220,8 @@ class DataConfig(RowsConfig):
     env: EnvConfig | None = None
     """Makes the tasks if there are no rows."""
     context: ContextConfig | None = None
-    tools: tuple[ToolConfig, ...] | None = None
-    rewards: tuple[RewardConfig, ...] | None = None
+    tools: Annotated[tuple[ToolConfig, ...] | None, BeforeValidator(as_list)] = None
+    rewards: Annotated[tuple[RewardConfig, ...] | None, BeforeValidator(as_list)] = None
     sampling: Annotated[dict[str, Any], SOURCE_SAMPLING] = Field(default_factory=dict)
     """Settings that differ from `sampling` of the run; `stop` adds stop strings. The learner uses the same
     distribution."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 ALIASES = {"steps": "trainer.steps"}
-"""Short keywords of `arborl.run` and the keys they set."""
+"""Short keys, in Python, files and overrides, and the keys they set."""
 
 
 def load(file: Path | None = None, overrides: Sequence[str] = (), unset: str | None = None) -> RunConfig:
@@ -64,10 +64,12 @@ def load_with_variables(
     from omegaconf import OmegaConf
 
     file = file.expanduser().absolute() if file is not None else None
-    parsed = [_parse_override(text) for text in overrides]
+    parsed = [_parse_override(_long_key(text)) for text in overrides]
     groups = [override for override in parsed if file is not None and _selects_group(file.parent, override)]
     with _config_errors(file), bounded_yaml(unset) as variables:
         tree = _compose(_check_file(file), groups) if file is not None else OmegaConf.create({})
+        for short in ALIASES.keys() & tree.keys():
+            tree[ALIASES[short]] = tree.pop(short)
         _expand_names(tree)
         _expand_dotted(tree, RunConfig)
         _drop_other_length(tree, {override.key_or_group for override in parsed})
@@ -225,6 +227,12 @@ def _group_overrides(name: str, groups: Sequence[Override]) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------ overrides
+
+
+def _long_key(text: str) -> str:
+    """The override with the key that a short one stands for: `steps=50` is `trainer.steps=50`."""
+    key, equals, value = text.partition("=")
+    return f"{ALIASES.get(key.lstrip('+'), key)}{equals}{value}"
 
 
 def _parse_override(text: str) -> Override:

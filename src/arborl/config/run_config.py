@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from arborl.config.algorithm_config import OFFLINE_LOSSES, PRESETS, AlgorithmConfig, KLConfig
-from arborl.config.config_base import Config, expand_shorthand
+from arborl.config.config_base import Config, as_list, expand_shorthand
 from arborl.config.consistency import check_run
 from arborl.config.data_config import DataConfig, DemonstrationsConfig
 from arborl.config.engine_config import EngineConfig, PlacementConfig
@@ -111,10 +111,10 @@ class RunConfig(Config):
     env: EnvConfig = EnvConfig()
     agent: AgentPartConfig = AgentPartConfig()
     context: ContextConfig = ContextConfig()
-    tools: tuple[ToolConfig, ...] = ()
+    tools: Annotated[tuple[ToolConfig, ...], BeforeValidator(as_list)] = ()
     """Tools: a name from the library, your own as `package.module:attribute`, `{server: URL}`, `{mcp: {command: […]}}`
     or `{mcp: {url: URL}}`, with limits beside it. See docs/tools.md."""
-    rewards: tuple[RewardConfig, ...] = (RewardConfig(name="env"),)
+    rewards: Annotated[tuple[RewardConfig, ...], BeforeValidator(as_list)] = (RewardConfig(name="env"),)
     """Rewards with `name`, `weight` and `args`; the reward of an episode is their weighted sum. `env` is the reward of
     the environment."""
     engine: EngineConfig = EngineConfig()

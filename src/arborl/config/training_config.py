@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from arborl.config.config_base import Config, overrides_of
+from arborl.config.config_base import Config, as_list, overrides_of
 from arborl.config.part_config import PartConfig
 from arborl.config.rollout_config import SamplingConfig
+
+MAX_LEARNING_RATE = 1.0
+"""Largest learning rate that may be meant; a run with a higher one starts with a warning."""
 
 
 class LearnerConfig(Config):
@@ -229,6 +232,6 @@ class TrackConfig(Config):
     timeline: int = Field(20, ge=0)
     """Steps of which `timeline.json` contains every episode, model call, tool call and engine step; later steps contain
     update, publish and wait only. Open it with Perfetto (https://ui.perfetto.dev). 0 for none."""
-    trackers: tuple[PartConfig, ...] = ()
+    trackers: Annotated[tuple[PartConfig, ...], BeforeValidator(as_list)] = ()
     """`wandb`, `mlflow`, or your own as `package.module:Class`: names, or `{name: wandb, args: {project: lakes}}`. See
     docs/tracking.md."""

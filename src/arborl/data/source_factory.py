@@ -18,7 +18,7 @@ from arborl.config.data_config import DataConfig, DemonstrationsConfig, RowsConf
 from arborl.config.part_config import PartConfig as RowsPart
 from arborl.config.run_config import RunConfig
 from arborl.data.mixing.mixture import Mixture, SuccessBand
-from arborl.data.mixing.task_pools import EnvPool, RowPool, StreamPool, TaskPool, call_rows
+from arborl.data.mixing.task_pools import EnvPool, RowPool, RowSample, StreamPool, TaskPool, call_rows
 from arborl.data.reading.row_reader import OfflineRowReader, RowKind, RowReader
 from arborl.data.reading.table_files import MEMORY_BYTES, MEMORY_ROWS, objects_only, open_tables
 from arborl.data.reading.tables import ColumnValues, HubTable, ListTable, Row, Table
@@ -26,7 +26,7 @@ from arborl.data.reading.train_splits import EVALUATION_SEED, CountTokens, Promp
 from arborl.data.task_source import EnvTasks, TaskSource
 from arborl.errors import ConfigError, did_you_mean
 from arborl.registry import load
-from arborl.types import Group, Metrics, Task
+from arborl.types import Group, Message, Metrics, Task
 
 log = logging.getLogger(__name__)
 
@@ -305,6 +305,105 @@ class FileTasks(Mixture):
         config = RowsConfig(path=Path(path), question=question, evaluation_share=evaluation_share)
         pool = _Opener(seed, None, {}, None).open(Path(path).stem, config)
         super().__init__([pool], {pool.name: 1}, seed)
+
+
+# ------------------------------------------------------------------------------------------------ checks
+
+MAX_CHECKED_ROWS, MAX_MEASURED_ROWS = 10_000, 500
+"""Rows of a table whose columns are checked, and those of them whose tokens are counted."""
+PLAIN_AGENTS = ("chat", "tool", "code", "react")
+"""Agents whose first prompt is the messages of the task, if the environment is `question`."""
+PROMPT_COLUMNS = ("id", "messages", "prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class TaskCheck:
+    """Checks the tasks of a run against its rewards and its context; of a large table a sample of rows. ConfigError if
+    no task has what a reward needs, or if no prompt fits; a warning if some have not, or if nothing is held out."""
+
+    config: RunConfig
+    required: Callable[[str], Mapping[str, str]]
+    """Source -> fields that its rewards need, with the name of the reward."""
+    length: CountTokens
+
+    def check(self, source: TaskSource) -> None:
+        if self.config.data.offline:
+            return
+        if not isinstance(source, Mixture):
+            self._check_made("", source.take(0, 1)[0])
+            return
+        for name, pool in source.pools.items():
+            if isinstance(pool, RowPool):
+                self._check_pool(name, pool)
+            else:
+                self._check_made(name, pool.take(0, 1)[0])
+
+    def _check_made(self, name: str, task: Task) -> None:
+        """A task of an environment, or of an endless function."""
+        for field, reward in self.required(name).items():
+            if field not in task.fields:
+                part = f"env={task.env}" if task.env else f"data.sources.{name}"
+                raise ConfigError(
+                    f"the reward {reward!r} needs the column {field!r}, and the tasks of {part} have: "
+                    f"{', '.join(task.fields) or 'no columns'}. Write data=FILE with that column, or rewards=[env] for "
+                    "the rewards of the environment."
+                )
+
+    def _check_pool(self, name: str, pool: RowPool) -> None:
+        source = self.config.data.sources.get(name) or self.config.data
+        key = f"data.sources.{name}." if name in self.config.data.sources else "data."
+        if dropped := pool.counts["overlong"]:
+            text = "%s: %s rows are left out: their prompts have more than %smax_prompt_tokens=%d tokens."
+            log.warning(text, pool.table.where, f"{dropped:,}", key, source.max_prompt_tokens)
+        if self.config.evaluation.tasks and source.evaluation_share and not pool.evaluation(1):
+            why = "it has one row" if pool.size == 1 else f"its {pool.size:,} rows are equal"
+            text = "%s: nothing is held out, because %s: the run is not evaluated. Add rows, or write %s%s."
+            log.warning(text, pool.table.where, why, key, "evaluation_path=FILE")
+        for sample in pool.samples(MAX_CHECKED_ROWS):
+            if sample.tasks:
+                self._check_columns(name, sample, key, pool.reader.question)
+                self._check_lengths(name, sample, key)
+
+    def _check_columns(self, name: str, sample: RowSample, key: str, question: str) -> None:
+        for field, reward in self.required(name).items():
+            columns = list(dict.fromkeys(str(column) for task in sample.tasks for column in task.fields))
+            if field not in columns:
+                others = [column for column in columns if column not in (question, *PROMPT_COLUMNS)]
+                raise ConfigError(
+                    f"{sample.where}: the reward {reward!r} needs the column {field!r}, and the rows have: "
+                    f"{', '.join(columns)}.{did_you_mean(field, columns)} Write "
+                    f"{key}fields.{field}={others[0] if len(others) == 1 else 'COLUMN'}, or another reward."
+                )
+            if empty := sum(task.fields.get(field) in (None, "") for task in sample.tasks):
+                log.warning(
+                    "%s: %s have no %s, which the reward %r needs: it fails or is wrong there. Fill these cells, or "
+                    "drop the rows.", sample.where, sample.share(empty), field, reward,
+                )  # fmt: skip
+
+    def _check_lengths(self, name: str, sample: RowSample, key: str) -> None:
+        """Check that prompts leave room for a reply."""
+        config, source = self.config, self.config.data.sources.get(name)
+        limit = int(source.sampling.get("max_context", 0) if source else 0) or config.sampling.max_context
+        measured = sample.every(-(-len(sample.tasks) // MAX_MEASURED_ROWS))
+        frame = self.length([Message("user", "")])  # a token of the text has at least one byte
+        sizes = [sum(len(one.content.encode("utf-8", "replace")) + frame for one in t.messages) for t in measured.tasks]
+        lengths = [
+            self.length(task.messages) for task, size in zip(measured.tasks, sizes, strict=True) if size >= limit
+        ]
+        too_long = [length for length in lengths if length >= limit]
+        if not too_long:
+            return
+        message = (
+            f"{sample.where}: the prompts of {measured.share(len(too_long))} leave no room for a reply: the longest "
+            f"has {max(too_long):,} tokens, and sampling.max_context is {limit}. Write a larger one, or "
+            f"{key}max_prompt_tokens={limit - 1} to leave such rows out."
+        )
+        env, agent = (source and source.env) or config.env, (source and source.agent) or config.agent
+        context = (source and source.context) or config.context
+        is_shown = env.name == "question" and agent.name in PLAIN_AGENTS and context.policy == "none"
+        if is_shown and len(too_long) == len(measured.tasks):
+            raise ConfigError(message)
+        log.warning(message)
 
 
 # ------------------------------------------------------------------------------------------------ demonstrations

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from arborl.config.training_config import MAX_LEARNING_RATE
 from arborl.diagnosis.episode_rules import EPISODE_RULES, MAX_EVIDENCE, evidence
 from arborl.diagnosis.finding import Evidence, Finding, State, worst_first
 from arborl.diagnosis.metric_history import MIN_STEPS, MetricHistory
@@ -45,7 +46,8 @@ def match_rules(rows: Iterable[Mapping[str, Any]]) -> list[RuleMatch]:
 def examine_run(folder: Path) -> list[Finding]:
     """The state of a run, then its faults, worst first."""
     files = RunFiles(folder)
-    faults = [_metric_finding(match, files) for match in match_rules(files.rows) if _is_fault(match, files)]
+    faults = _learning_rate(files)  # the first cause: other faults follow from it
+    faults += [_metric_finding(match, files) for match in match_rules(files.rows) if _is_fault(match, files)]
     for rule in EPISODE_RULES:
         if (match := rule.check(files)) is not None:
             faults.append(Finding(rule.name, rule.state, match.detail, rule.advice, match.evidence))
@@ -91,6 +93,16 @@ def _learning(files: RunFiles) -> list[Finding]:
             return [Finding("learning", "ok", f"{name} {series.early:.3g} → {series.late:.3g}: {verdict}")]
     detail = "not measured: the metrics have neither reward/mean nor policy/loss in enough steps"
     return [Finding("learning", "warn", detail, "Check metrics.jsonl and run.log.")]
+
+
+def _learning_rate(files: RunFiles) -> list[Finding]:
+    rate = files.setting("learner.lr")
+    if not isinstance(rate, int | float) or rate <= MAX_LEARNING_RATE:
+        return []
+    has_improved = any("improved" in finding.detail for finding in _learning(files))
+    detail = f"learner.lr is {rate:g}: AdamW changes each weight by about this much in a step"
+    advice = "Write learner.lr=1e-6 to 1e-3, or leave it out for a default by the size of the model; start again."
+    return [Finding("learning_rate", "warn" if has_improved else "fail", detail, advice)]
 
 
 def _execution(files: RunFiles) -> list[Finding]:

@@ -7,15 +7,15 @@ stops with the causes and one traceback.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from arborl.diagnosis.metric_history import MetricHistory
 from arborl.diagnosis.step_rules import NEARLY_ALL, diagnose_step, step_remark
 from arborl.diagnosis.trend_rules import TREND_RULES
 from arborl.errors import RunStopped
 from arborl.failures import BEGINS as FRAMES
-from arborl.failures import Failures, printable, trim_traceback
-from arborl.types import Episode, Metrics
+from arborl.failures import Failures, failure_key, printable, trim_traceback
+from arborl.types import Episode, Metrics, Task
 
 PATIENCE = 3
 """Steps in a row with one diagnosis before a warning; failed batches in a row that stop a run which once worked."""
@@ -23,10 +23,17 @@ MIN_FAILURES = 4
 """Failures in the first batch that stop a run at once. Fewer may be chance."""
 MAX_CAUSES = 5
 """Causes that a message lists."""
-ADVICE = (
-    "Fix the cause, then start the run again. `arborl env check NAME` checks an environment alone; `arborl rollout` "
-    "runs one episode of a configuration and prints it."
-)
+FIRST_TASKS = 8
+"""Tasks at the start of a run that stop it if all of them fail with one cause."""
+ROLLOUT = "`arborl rollout`, with the settings of the run, plays one episode"
+CHECKS = {
+    "environment": "`arborl env check {env}` checks the environment alone.",
+    "agent": f"{ROLLOUT} with the agent and prints it.",
+    "program": f"Start the program alone; {ROLLOUT} with it and prints it.",
+    "reward": f"{ROLLOUT} and prints its rewards.",
+    "engine": "`arborl doctor --model {model}` checks the model and the engine.",
+}
+"""How to check a component, by the first word of its name."""
 
 
 class DiagnosisMonitor:
@@ -58,12 +65,41 @@ def nearly_all_failed(num_episodes: int, num_failed: int) -> bool:
 
 
 class FailureMonitor:
-    """Counts a run's failures by cause; raises `RunStopped` if nearly every episode fails."""
+    """Counts a run's failures by cause; raises `RunStopped` if nearly every episode fails. As the observer of the
+    rollout it does so once the first tasks have failed with one cause and no episode has succeeded.
 
-    def __init__(self) -> None:
+    Args:
+        env, model: names in the configuration, for the advice.
+    """
+
+    def __init__(self, env: str = "NAME", model: str = "NAME") -> None:
+        self.names = {"env": env, "model": model}
+        self.first: dict[str, Episode | None] = {}
+        """The first tasks by id, with the first failed episode of each."""
+        self.is_started = False
+        """Whether an episode succeeded, or the first tasks failed with different causes."""
         self.failures = Failures()
         self.num_batches: Counter[str] = Counter()
         self.failed_in_a_row: Counter[str] = Counter()
+
+    def on_start(self, task: Task) -> None:
+        if len(self.first) < FIRST_TASKS:
+            self.first.setdefault(task.id, None)
+
+    def on_end(self, episode: Episode) -> None:
+        if self.is_started:
+            return
+        if episode.failure is None:
+            self.is_started = True
+        elif episode.task.id in self.first and self.first[episode.task.id] is None:
+            self.first[episode.task.id] = episode
+            failed = [one for one in self.first.values() if one is not None]
+            if len(failed) == FIRST_TASKS:
+                self.is_started = True  # raise only once: other episodes end while the batch is cancelled
+                if len({failure_key(one.failure) for one in failed if one.failure is not None}) == 1:
+                    self.failures.add(failed, "the first tasks")
+                    first = f"Stopped: the first {FIRST_TASKS} tasks failed with one cause, and no episode succeeded."
+                    raise RunStopped(failure_message(failed, first, "the first tasks", self.names))
 
     def check(self, kind: str, step: int, episodes: Iterable[Episode], num_episodes: int | None = None) -> None:
         """Count a batch (`kind` is `step` or `evaluation`); `episodes` has at least its failed ones."""
@@ -79,19 +115,22 @@ class FailureMonitor:
         self.failed_in_a_row[kind] = in_a_row
         fails_at_start = self.num_batches[kind] == 1 and len(failed) >= MIN_FAILURES
         if in_a_row and (fails_at_start or in_a_row >= PATIENCE):
-            raise RunStopped(failure_message(failed, num_episodes, when, in_a_row))
+            before = f", and nearly all of the {in_a_row - 1} before" if in_a_row > 1 else ""
+            first = f"Stopped: {len(failed)} of {num_episodes} episodes of {when} failed{before}."
+            raise RunStopped(failure_message(failed, first, when, self.names))
 
 
-def failure_message(failed: list[Episode], num_episodes: int, when: str, in_a_row: int) -> str:
+def failure_message(failed: list[Episode], first_line: str, when: str, names: Mapping[str, str]) -> str:
     causes = Failures()
     causes.add(failed, when)
     first, *_ = causes
-    before = f", and nearly all of the {in_a_row - 1} before" if in_a_row > 1 else ""
-    lines = [f"Stopped: {len(failed)} of {num_episodes} episodes of {when} failed{before}."]
+    lines = [first_line]
     lines += [f"  {cause}" for cause in causes][:MAX_CAUSES]
     if len(causes) > MAX_CAUSES:
         lines.append(f"  … and {len(causes) - MAX_CAUSES} other causes")
     trace = trim_traceback(first.failure.traceback)
     if FRAMES in trace:  # a timeout has no traceback
         lines += ["", printable(trace)]
-    return "\n".join([*lines, "", ADVICE])
+    where = first.failure.where
+    check = CHECKS.get(where.partition(" ")[0], f"{ROLLOUT} and prints it.").format(**names)
+    return "\n".join([*lines, "", f"Fix the cause in {where}, then start the run again. {check}"])

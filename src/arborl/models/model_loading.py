@@ -55,7 +55,10 @@ def device_of(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model.device={name}: cannot be used here ({reason}). Write auto, cpu or cuda.") from error
+        there = "auto or cuda:0" if torch.cuda.is_available() else "auto or cpu"
+        raise ConfigError(
+            f"model.device={name}: cannot be used here ({reason}). Write model.device={there}."
+        ) from error
     return device
 
 

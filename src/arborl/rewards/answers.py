@@ -308,6 +308,10 @@ class Equal(RequiredBehavior):
         if not 0 <= self.tolerance < 1:
             raise ValueError(f"tolerance={self.tolerance}: give 0 or more, below 1")
 
+    @property
+    def required_fields(self) -> tuple[str, ...]:
+        return (self.field,)
+
     async def __call__(self, episode: Episode) -> float:
         expected = field_of(episode, self.field, f"reward {self.name!r}")
         if not self.is_met(episode):

@@ -95,6 +95,12 @@ class FunctionReward(Reward):
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
                 raise TypeError(f"reward {self.name!r}: {str(parameter)!r} cannot be filled by name; drop the * or /")
         self._takes_all = any(one.kind is one.VAR_KEYWORD for one in self._parameters.values())
+        self.required_fields = tuple(
+            name
+            for name, one in self._parameters.items()
+            if name != "episode" and one.default is one.empty and one.kind is not one.VAR_KEYWORD
+        )
+        """Fields of the task without which it fails."""
         functools.update_wrapper(self, function, updated=())
 
     def begin(self, episode: Episode) -> Any:
@@ -112,9 +118,8 @@ class FunctionReward(Reward):
 
     def _fields(self, episode: Episode) -> dict[str, Any]:
         fields = {name: value for name, value in episode.task.fields.items() if name != "episode"}
-        for name, parameter in self._parameters.items():
-            is_needed = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-            if is_needed and name != "episode" and name not in fields:
+        for name in self.required_fields:
+            if name not in fields:
                 known = ", ".join(fields) or "no fields"
                 raise LookupError(
                     f"reward {self.name!r} needs the field {name!r}; task {episode.task.id!r} has: {known}"
@@ -189,6 +194,11 @@ class Rewards:
         )
         metrics = {"time/rewards": self.busy_time.busy(), "rewards/calls_stuck": float(stuck)}
         return metrics | (self.remote.metrics() if self.remote is not None else {})
+
+    def required_fields(self, source: str) -> dict[str, str]:
+        """Fields without which rewards of a data source fail, and the name of the first such reward."""
+        needs = [(field, name) for name, one, _ in self.called for field in getattr(one, "required_fields", ())]
+        return dict(reversed(needs))
 
     async def score(self, groups: Sequence[Group]) -> None:
         """Set `rewards` and `metrics["success"]` of every surviving episode, concurrently.
@@ -354,6 +364,10 @@ class RewardsBySource(Rewards):
         self.sources = dict(sources)
         for rewards in self.sources.values():
             rewards.busy_time = self.busy_time
+
+    def required_fields(self, source: str) -> dict[str, str]:
+        rewards = self.sources.get(source)
+        return rewards.required_fields(source) if rewards is not None else super().required_fields(source)
 
     async def judge(self, episode: Episode) -> None:
         rewards = self.sources.get(episode.task.source)

@@ -94,6 +94,10 @@ class ScoreFunction:
         return float(result["score"] if isinstance(result, Mapping) else result)
 
 
+TRL_ARGUMENTS = frozenset({"prompts", "completions", "completion_ids", "log_extra", "log_metric"})
+"""Arguments that `TrlFunction` gives besides the columns."""
+
+
 class TrlFunction:
     """Calls a function with TRL's signature: `f(prompts, completions, completion_ids, **columns)` returns a list.
 
@@ -117,6 +121,7 @@ class TrlFunction:
         self._takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
         self._takes = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
         self._needs = {one.name for one in parameters if one.default is one.empty} & self._takes
+        self.required_fields = tuple(sorted(self._needs - TRL_ARGUMENTS))
 
     async def __call__(self, episode: Episode) -> float:
         return 0.0  # `across` calls the function

@@ -13,8 +13,9 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Protocol
 
+from arborl.errors import RunStopped
 from arborl.registry import Registry
 from arborl.seeds import derive
 from arborl.types import NOT_SAMPLED, Episode, Group, Metrics, Task
@@ -59,6 +60,16 @@ class GroupOptions:
 
 
 DEFAULT_OPTIONS = GroupOptions()
+
+
+class EpisodeObserver(Protocol):
+    """Is told of episodes while a batch is collected. Raises `RunStopped` to end the run."""
+
+    def on_start(self, task: Task) -> None: ...
+
+    def on_end(self, episode: Episode) -> None:
+        """The episode has ended, with its rewards if they are computed during collection."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +146,9 @@ class GroupCollector:
         options: GroupOptions,
         counts: Counter[str],
         dropped_failures: list[Episode] | None = None,
+        observer: EpisodeObserver | None = None,
     ):
+        self.observer = observer
         self.play, self.options, self.counts = play, options, counts
         self.dropped_failures = [] if dropped_failures is None else dropped_failures
 
@@ -144,8 +157,13 @@ class GroupCollector:
         same source replaces a dropped group, so the batch keeps its mixture. Spares are used in their order, one for
         each dropped group, so the result does not depend on the order in which groups finish."""
         slots = batch_slots(tasks, seed, count)
-        async with asyncio.TaskGroup() as running:
-            jobs = [running.create_task(self.fill(slot, size)) for slot in slots]
+        try:
+            async with asyncio.TaskGroup() as running:
+                jobs = [running.create_task(self.fill(slot, size)) for slot in slots]
+        except BaseExceptionGroup as errors:
+            if (stopped := errors.split(RunStopped)[0]) is not None:
+                raise stopped.exceptions[0] from None  # by the observer
+            raise
         results = sorted(zip(slots, jobs, strict=True), key=lambda pair: pair[0].at)
         return [group for _, job in results if (group := job.result()) is not None]
 
@@ -199,6 +217,8 @@ class GroupCollector:
         episode = await self.play(task, seed, name, on_start)
         if self.options.judge is not None:
             await self.options.judge(episode)
+        if self.observer is not None:
+            self.observer.on_end(episode)
         return episode
 
 

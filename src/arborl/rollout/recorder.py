@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import inspect
 import math
 from bisect import bisect
 from collections import Counter
@@ -295,6 +296,9 @@ class RecordedEnv(EnvWrapper):
 
     async def step(self, action: Message) -> Step:
         """Take a step and record the turn. At the limit of turns the episode ends."""
+        if inspect.iscoroutine(action):
+            action.close()
+            raise TypeError("env.step received a 'coroutine' object as action")
         if not self.is_reset:
             raise RuntimeError(
                 "env.step before env.reset: an agent begins with `observation = await env.reset(task, task.seed)`"

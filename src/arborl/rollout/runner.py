@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from arborl import sandbox
-from arborl.agents.agent_interface import Agent
+from arborl.agents.agent_interface import Agent, agent_name
 from arborl.busy_time import BusyTime
 from arborl.chat.json_schema import SchemaCompiler
 from arborl.chat.renderer import Renderer
@@ -27,10 +27,10 @@ from arborl.errors import EpisodeError, EpisodeLimitReached, boundary
 from arborl.failures import FirstFailureLogger
 from arborl.registry import short_name
 from arborl.rewards.reward import is_reward_call
-from arborl.rollout.deadlines import EventLoopWatchdog
+from arborl.rollout.deadlines import ENGINE, EventLoopWatchdog
 from arborl.rollout.env_workers import Workers
 from arborl.rollout.episode_store import BatchRecording
-from arborl.rollout.groups import DEFAULT_OPTIONS, GroupCollector, GroupOptions, count_metrics
+from arborl.rollout.groups import DEFAULT_OPTIONS, EpisodeObserver, GroupCollector, GroupOptions, count_metrics
 from arborl.rollout.offline_episodes import OfflineEpisodes
 from arborl.rollout.recorder import EpisodeLimits, RecordedEnv, Recorder
 from arborl.spans import span
@@ -44,6 +44,10 @@ DEFAULT_CONCURRENCY = 128
 DECREASE_FACTOR, DECREASE_SECONDS = 0.9, 0.25
 """Factor on the concurrency limit while the engine is overloaded, and the least time between two decreases."""
 OVERLOAD_POLL_SECONDS = 0.005
+EPISODE = "episode"
+"""Component of the deadline of an episode."""
+MANY_CALLS = 4
+"""Model calls of an episode after which the agent, not the engine, is the reason that it does not end in time."""
 GC_THRESHOLD = 250_000
 """Allocations between garbage collections while episodes run; Python's default is 700."""
 
@@ -156,6 +160,9 @@ class Rollout:
         self.offline, self.num_top_logprobs = offline, num_top_logprobs
         self.counts: Counter[str] = Counter()
         self.firsts, self.dropped_failures = FirstFailureLogger(log), list[Episode]()
+        self.agent_names: dict[str | None, str] = {}
+        self.observer: EpisodeObserver | None = None
+        """Told of the start and the end of every episode of a batch."""
         self.engine_time = BusyTime()
         self.stuck_before = abandoned_calls.hanging()
         """Calls of other components of this process that hung before the rollout started."""
@@ -194,9 +201,12 @@ class Rollout:
             async with limit:
                 await limit.wait_for_capacity()
                 on_start()
+                if self.observer is not None:
+                    self.observer.on_start(task)
                 return await self.play(task, seed, name, sampling)
 
-        return GroupCollector(play, self.training if options is None else options, self.counts, self.dropped_failures)
+        options = self.training if options is None else options
+        return GroupCollector(play, options, self.counts, self.dropped_failures, self.observer)
 
     async def probe_envs(self, tasks: Sequence[Task]) -> None:
         """Find out for each environment name where such environments may run, before the first episode."""
@@ -254,9 +264,10 @@ class Rollout:
         default, limits = self.factories.sampling(task, self.sampling), self.factories.limits(task, self.limits)
         with span("arborl.episode", inside_arborl__episode=name, arborl__source=task.source or None) as trace:
             try:
-                async with boundary("episode", limits.episode_seconds):
+                async with boundary(EPISODE, limits.episode_seconds):
                     await self._run_agent(episode, replace(default, **sampling) if sampling else default, limits)
-            except EpisodeError as error:
+            except EpisodeError as failure:
+                error = attribute(failure, episode, self._agent_name(task), limits)
                 episode.fail(error)
                 self.firsts.tell(episode)
                 trace.fail(f"{error.where}: {error.kind}")
@@ -277,8 +288,10 @@ class Rollout:
         model = Recorder(
             self.engine, self.renderer, sampling, limits, episode, drawn, self.engine_time, self.num_top_logprobs
         )
-        async with boundary(f"agent {task.agent or 'of the run'}"):
+        async with boundary(f"agent {task.agent!r}" if task.agent else "agent of the run"):
             agent = self.factories.agent(task)
+        self.agent_names[task.agent] = agent_name(agent)
+        async with boundary(f"agent {self._agent_name(task)!r}"):
             try:
                 with closing(model):
                     await agent.run(task, env, model)
@@ -290,6 +303,9 @@ class Rollout:
                 raise
             await env.close()
         await env.finish()
+
+    def _agent_name(self, task: Task) -> str:
+        return task.agent or self.agent_names.get(None, "of the run")
 
     def metrics(self) -> Metrics:
         """Since the last call: cancelled episodes, expired or filtered groups, abandoned threads, replaced processes,
@@ -311,6 +327,29 @@ class Rollout:
 
     def close(self) -> None:
         self.workers.close()
+
+
+def attribute(error: EpisodeError, episode: Episode, agent: str, limits: EpisodeLimits) -> EpisodeError:
+    """The error with the component that caused it, if another one raised it: an agent that never ends spends its time
+    in the engine. A use of a coroutine is explained as a missing `await`."""
+    cause, where = error.cause, error.where
+    if isinstance(cause, AttributeError | TypeError) and "'coroutine'" in str(cause):
+        calls = (
+            "`await model.chat(…)`, `await env.reset(…)` and `await env.step(…)`" if where.startswith("agent") else ""
+        )
+        told = TypeError(f"`await` is missing before a call ({cause}){f'. Write {calls}' if calls else ''}")
+        return EpisodeError(where, told.with_traceback(cause.__traceback__))
+    num_calls = len(episode.calls)
+    is_endless = where.startswith("agent") or (where == ENGINE and num_calls >= MANY_CALLS)
+    if not is_endless or not isinstance(cause, TimeoutError) or not str(cause).startswith(EPISODE):
+        return error
+    seconds = sum(call.completion.seconds for call in episode.calls) / max(num_calls, 1)
+    told_late = TimeoutError(
+        f"it did not end within rollout.episode_seconds={limits.episode_seconds:g}: {num_calls} model calls of "
+        f"{seconds:.2g} s and {len(episode.turns)} environment steps. Let it return, or write a larger "
+        "rollout.episode_seconds"
+    )
+    return EpisodeError(f"agent {agent!r}", told_late.with_traceback(cause.__traceback__))
 
 
 class ReducedGarbageCollection:

@@ -31,6 +31,8 @@ MAX_TASK_BYTES = 100_000
 """Size of the variable ARBORL_TASK; Linux accepts 128 KiB."""
 API_KEY = "arborl"
 """Clients need some key; the URL identifies the episode."""
+SCRIPTS = (".py", ".sh", ".bash", ".js", ".mjs", ".ts", ".rb", ".pl")
+"""Endings of a file that an interpreter, the first word of a command, is given."""
 NAMED_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 FUNCTION_ARGUMENTS = ("question", "messages", "fields", "task", "base_url", "api_key")
 
@@ -54,6 +56,8 @@ class CommandProgram:
             raise ValueError(f"command: write a list of words such as [python, script.py], not {words!r}")
         if shutil.which(words[0], path=_path()) is None:
             raise ValueError(f"command: program {words[0]!r} not found")
+        if len(words) > 1 and Path(words[1]).suffix in SCRIPTS and not Path(words[1]).is_file():
+            raise ValueError(f"command: there is no file {words[1]!r} in {Path.cwd()}. Write the path of the program")
         self.words = list(words)
         self.name = shlex.join(Path(word).name if word.startswith("/") else word for word in words)
         self.max_processes = max_processes

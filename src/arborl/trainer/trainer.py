@@ -151,7 +151,8 @@ class Trainer:
         self.config, self.source, self.rollout, self.rewards = config, source, rollout, rewards
         self.algorithm, self.learner, self.engine, self.tracker = algorithm, learner, engine, tracker
         self.hooks, self.save = list(hooks), save
-        self.probe, self.failure_monitor = WeightSyncProbe(engine), FailureMonitor()
+        self.probe = WeightSyncProbe(engine)
+        self.failure_monitor = rollout.observer = FailureMonitor(config.env.name, config.model.name)
         self.diagnosis_monitor = DiagnosisMonitor()
         self.step = 0
         self.num_steps = steps or config.trainer.steps or 0

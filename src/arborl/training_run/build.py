@@ -6,6 +6,7 @@ imported.
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from arborl.chat import Renderer
 from arborl.checkpoint import check_model
 from arborl.config.run_config import LearnerConfig, RunConfig
+from arborl.config.training_config import MAX_LEARNING_RATE
 from arborl.data import TaskSource
 from arborl.data.source_factory import with_demonstrations
 from arborl.engines import Engine
@@ -43,6 +45,8 @@ if TYPE_CHECKING:  # needs torch
     from arborl.learner.distributed.rank_worker import LearnerSpec
     from arborl.models.output_heads import CriticInit
     from arborl.trainer.evaluation import HeldOutEvaluator
+
+log = logging.getLogger(__name__)
 
 SAMPLE = (
     Message("user", "What is 12 + 30? Explain each step, then give the answer."),
@@ -136,11 +140,14 @@ def _build(factory: RunPartFactory, training: bool) -> RunParts:
     trackers = make_trackers(config.track, factory.objects)
     factory.check_names()
     sandbox = factory.sandbox()
+    check_device(config)
+    warn_high_learning_rate(config, training)
     folder, renderer = _find_model(config)
     critic_name = config.learner.critic_from
     critic_folder = check_model(resolve(critic_name, "learner.critic_from")) if critic_name is not None else None
     given = OfflineEpisodes.of(config, renderer)
     source, steps = factory.source(renderer, given)
+    factory.check_tasks(source, rewards, renderer)
     trained = with_demonstrations(source, config, given.rows("sft"), factory.objects) if training else source
 
     from arborl.cluster.placement.ray_ranks import rank_launcher
@@ -194,6 +201,7 @@ def build_served(config: RunConfig, objects: Mapping[str, Any] | None = None) ->
     try:
         episode_factories = factory.episode_factories()
         factory.sandbox()
+        check_device(config)
         folder, renderer = _find_model(config)
         _set_up_torch(config, seeded=False)
         config = factory.config = resolve_dtype(config)
@@ -243,6 +251,24 @@ def make_renderer(config: RunConfig, folder: Path) -> Renderer:
     """The chat template and tokenizer of a model folder, with the settings of the run."""
     model = config.model
     return Renderer.from_folder(folder, config.agent.tool_format, model.chat_args, model.chat_template)
+
+
+def check_device(config: RunConfig) -> None:
+    """ConfigError if the device is not there, before rows and weights are read."""
+    if config.model.device not in ("auto", "cpu"):
+        from arborl.models.model_loading import device_of
+
+        device_of(config.model.device)
+
+
+def warn_high_learning_rate(config: RunConfig, training: bool = True) -> None:
+    rate = config.learner.lr
+    if training and rate is not None and rate > MAX_LEARNING_RATE:
+        log.warning(
+            "learner.lr=%g: AdamW changes each weight by about this much, so the first step destroys the model. "
+            "Write 1e-6 to 1e-3, or leave it out for a default by the size of the model.",
+            rate,
+        )
 
 
 def resolve_dtype(config: RunConfig) -> RunConfig:

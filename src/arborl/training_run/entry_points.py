@@ -64,16 +64,17 @@ class Run:
 
 
 def run(**settings: Any) -> Run:
-    """Train from Python. Keywords are the keys of a configuration file. Tools, rewards, agents, environments, group
-    filters and functions that return rows may be Python objects; rows may be a list.
+    """Train from Python. Keywords are the keys of a configuration file, and `resume`, `stub` and `profile` as in
+    `train`. Tools, rewards, agents, environments, group filters and functions that return rows may be Python objects;
+    `data` may be a path, a list of dicts, or a table of pandas, Polars, PyArrow or Hugging Face datasets.
 
     Example:
         run = arborl.run(model="seedling", data="train.json", agent="tool", tools=[calculator], rewards=[exact],
                          algorithm="grpo", steps=50)
     """
-    resume, stub = settings.pop("resume", None), settings.pop("stub", False)
+    options = {name: settings.pop(name) for name in ("resume", "stub", "profile") if name in settings}
     named, objects = name_objects(settings)
-    return train(from_kwargs(**named), resume=resume, stub=stub, objects=objects)
+    return train(from_kwargs(**named), objects=objects, **options)
 
 
 def train(

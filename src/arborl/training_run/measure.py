@@ -147,15 +147,17 @@ async def _play(policy: MeasuredPolicy, parts: RunParts, options: MeasureOptions
         return [PolicyResult(policy.name, "sampled", (await evaluator.measure()).metrics)]
     judged = all(reward.name != UNJUDGED for reward in config.rewards)
     found: list[PolicyResult] = []
+    monitor = parts.rollout.observer = FailureMonitor(config.env.name, config.model.name)
     for way, temperature in _ways(config, options).items():
         groups = await evaluator.play(temperature)
         found.append(PolicyResult(policy.name, way, evaluation_metrics(groups), groups, judged))
         if len(found) == 1:  # if nearly all fail, one mode is enough
             warn_of_failures(groups)
             episodes = [episode for group in groups for episode in group.episodes]
-            FailureMonitor().check("evaluation", 0, episodes)
+            monitor.check("evaluation", 0, episodes)
             if episodes and all(episode.failure is not None for episode in episodes):  # however few
-                raise RunStopped(failure_message(episodes, len(episodes), "the evaluation", 1))
+                first = f"Stopped: all {len(episodes)} episodes of the evaluation failed."
+                raise RunStopped(failure_message(episodes, first, "the evaluation", monitor.names))
             if nearly_all_failed(*count_episodes(groups)):
                 break
     return found

@@ -54,14 +54,20 @@ class ObjectNames:
         return value if isinstance(value, PLAIN) else self.name(value)
 
     def data(self, value: Any) -> Any:
-        """Rows: a section, a path, a function that returns rows, or the rows themselves."""
+        """Rows: a section, a path, a function that returns rows, the rows themselves, or splits of rows by name."""
+        if isinstance(value, Mapping) and value and all(map(_is_table, value.values())):
+            rest = dict(value)
+            train = rest.pop("train", None) if "train" in rest else rest.pop(next(iter(rest)))
+            held_out = next((rest[name] for name in ("validation", "test") if name in rest), None)
+            return {"rows": self.rows(train)} | ({} if held_out is None else {"evaluation_rows": self.rows(held_out)})
         if isinstance(value, Mapping):
             return self.section(value)
         return value if isinstance(value, PLAIN) else {"rows": self.rows(value)}
 
     def rows(self, value: Any) -> Any:
-        if isinstance(value, Iterable) and not isinstance(value, Mapping | str) and not callable(value):
-            value = _rows_function(list(value))
+        is_listed = isinstance(value, Iterable) and not isinstance(value, Mapping | str) and not callable(value)
+        if is_listed or _is_table(value):
+            value = _rows_function(_list_rows(value))
         return self.part(value)
 
     def name(self, value: Any) -> str:
@@ -83,6 +89,26 @@ def import_path(value: Any) -> str | None:
     for part in attribute.split("."):
         found = getattr(found, part, None)
     return f"{module}:{attribute}" if found is value else None
+
+
+def _is_table(value: Any) -> bool:
+    """Whether it is a table of pandas, Polars, PyArrow or Hugging Face datasets."""
+    return isinstance(getattr(value, "columns", getattr(value, "column_names", None)), Iterable)
+
+
+def _list_rows(value: Any) -> list[Any]:
+    """The rows of a list, of an iterator, or of a table; missing values of pandas become None."""
+    for method in ("to_pylist", "to_dicts"):  # PyArrow, Polars
+        if hasattr(value, method):
+            return list(getattr(value, method)())
+    if hasattr(value, "notna"):  # pandas
+        rows = value.astype(object).where(value.notna(), None).to_dict("records")
+        return [{str(name): _plain_cell(cell) for name, cell in row.items()} for row in rows]
+    return list(value)
+
+
+def _plain_cell(cell: Any) -> Any:
+    return cell.tolist() if hasattr(cell, "tolist") else cell  # an array of NumPy
 
 
 def _rows_function(kept: list[Any]) -> Callable[[], list[Any]]:

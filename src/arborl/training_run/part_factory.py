@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from arborl import sandbox
@@ -19,6 +19,7 @@ from arborl.config.engine_config import SERVER_ENGINES
 from arborl.config.run_config import PartConfig, RunConfig
 from arborl.data import Mixture, TaskSource, open_source
 from arborl.data.mixing.task_pools import RowPool
+from arborl.data.source_factory import TaskCheck
 from arborl.engines import ENGINES, Engine
 from arborl.envs import ENVS, Env
 from arborl.envs.prompt_wrapper import NO_PROMPT, prepend_system_prompt, wrap_with_prompt
@@ -122,7 +123,16 @@ class RunPartFactory:
             system = getattr(agent_part(source, agent), "system", None)
             system = config.agent.system if system is None else system
             prompt = source_parts.env.prompt if is_default else NO_PROMPT
-            return lambda: wrap_with_prompt(make(), prompt, system, source_parts.sizes)
+            where, checked = f"{source_parts.where}env={part.name}", set[type]()
+
+            def new_env() -> Env:
+                env = make()
+                if type(env) not in checked:
+                    _check_env(env, where)
+                    checked.add(type(env))
+                return wrap_with_prompt(env, prompt, system, source_parts.sizes)
+
+            return new_env
 
         @cache
         def agent_constructor(source: str, name: str | None) -> Callable[[], Agent]:
@@ -140,9 +150,8 @@ class RunPartFactory:
             return agent_constructor(source_of(task), task.agent)()
 
         episode_factories = EpisodeFactories(make_agent, make_env, *source_overrides(sources))
-        for name, source_parts in by_source.items():
-            where = f"{source_parts.where}env={source_parts.env.name}"
-            _check_env(episode_factories.env(Task("check", source=name)), where)
+        for name in by_source:
+            episode_factories.env(Task("check", source=name))
             self.made.append(episode_factories.agent(Task("check", source=name)))
         self.made += [episode_factories.agent(Task("check", agent=name)) for name in config.data.agents]
         self.made += [tool for some in tools.values() for tool in some]
@@ -197,11 +206,7 @@ class RunPartFactory:
 
     def source(self, renderer: Renderer, given: OfflineEpisodes | None = None) -> tuple[TaskSource, int]:
         """The tasks and the number of steps; checks that the rows suffice and that agents named in rows exist."""
-        config = self.config
-
-        def length(messages: Sequence[Message]) -> int:
-            return len(renderer.encode(renderer.render(prepend_system_prompt(messages, config.agent.system or ""))))
-
+        config, length = self.config, partial(self._prompt_tokens, renderer)
         rows = given.rows(config.algorithm.loss) if given is not None and config.data.offline else None
         source = open_source(config.data, config.env.name, config.seed, length, self.objects, rows)
         count = config.rollout.tasks_per_step + config.rollout.spare_groups
@@ -214,6 +219,14 @@ class RunPartFactory:
                 for agent in () if fixed or not isinstance(pool, RowPool) else sorted(pool.agents()):
                     self._check_agent(agent, name)
         return source, steps
+
+    def _prompt_tokens(self, renderer: Renderer, messages: Sequence[Message]) -> int:
+        system = self.config.agent.system or ""
+        return len(renderer.encode(renderer.render(prepend_system_prompt(messages, system))))
+
+    def check_tasks(self, source: TaskSource, rewards: Rewards, renderer: Renderer) -> None:
+        """Check columns and lengths of the tasks before a model is loaded (`data.source_factory.TaskCheck`)."""
+        TaskCheck(self.config, rewards.required_fields, partial(self._prompt_tokens, renderer)).check(source)
 
     def _check_agent(self, agent: str, source: str) -> None:
         if agent in self.config.data.agents or resolve_agent_name(agent) == self.config.agent.name:
@@ -364,9 +377,17 @@ def check_vllm_installed(python: str | None) -> None:
 
 
 def _check_env(env: Any, where: str) -> None:
-    for name in ("reset", "step"):
-        if not callable(getattr(env, name, None)):
-            raise ConfigError(f"{where}: gives a {type(env).__name__}, which has no method {name!r}.")
+    """Raise ConfigError unless it has its own `reset` and `step`, and the other methods of `Env`."""
+    kind = type(env)
+    for name, arguments in (("reset", "task, seed"), ("step", "action"), ("close", ""), ("metrics", "")):
+        method = getattr(env, name, None)
+        if callable(method) and (name not in ("reset", "step") or getattr(kind, name, None) is not getattr(Env, name)):
+            continue
+        if name in ("reset", "step"):
+            how = f"Write `async def {name}(self, {arguments})`"
+        else:
+            how = f"Write `class {kind.__name__}(arborl.Env)` to inherit it"
+        raise ConfigError(f"{where}: {kind.__name__} has no {name}(). {how}; docs/environments.md has an example.")
 
 
 def replies(renderer: Renderer, texts: Sequence[str]) -> list[list[int]]:

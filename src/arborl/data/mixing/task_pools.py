@@ -10,7 +10,7 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol
@@ -19,7 +19,14 @@ import numpy as np
 
 from arborl.data.reading.row_reader import RowReader, content_hash
 from arborl.data.reading.tables import Row, Table
-from arborl.data.reading.train_splits import EVALUATION_SEED, PromptFilters, RowNumbers, SelectedRows, Split
+from arborl.data.reading.train_splits import (
+    EVALUATION_SEED,
+    PromptFilters,
+    RowNumbers,
+    SelectedRows,
+    Split,
+    spread_rows,
+)  # fmt: skip
 from arborl.data.task_source import env_task, held_out_seed
 from arborl.errors import ConfigError
 from arborl.seeds import derive, generator
@@ -115,6 +122,23 @@ class TaskPool(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class RowSample:
+    """Tasks of a table that are checked before a run."""
+
+    where: str
+    """Name of the table."""
+    tasks: list[Task]
+    is_whole: bool
+    """Whether these are all rows that are used."""
+
+    def every(self, step: int) -> RowSample:
+        return replace(self, tasks=self.tasks[::step], is_whole=self.is_whole and step == 1)
+
+    def share(self, count: int) -> str:
+        return f"{count:,} of {len(self.tasks):,} {'rows' if self.is_whole else 'rows that were checked'}"
+
+
 class RowPool:
     """Rows of a table."""
 
@@ -175,6 +199,22 @@ class RowPool:
             for i, (number, row) in enumerate(rows)
         )
         return [task for task in tasks if task is not None]
+
+    def samples(self, count: int) -> list[RowSample]:
+        """At most `count` rows of the table from evenly spaced places, and of the table of held-out rows if there is
+        one, to check them before a run."""
+        tables = [(self.table, self.split), *([self._held_out] if self._held_out is not None else [])]
+        return [self._sample(table, split, count) for table, split in tables]
+
+    def _sample(self, table: Table, split: Split, count: int) -> RowSample:
+        if isinstance(split.training, SelectedRows):
+            view = SelectedRows(table, np.concatenate([split.training.numbers, split.held_out]))
+            numbers = view.numbers[np.linspace(0, len(view.numbers) - 1, min(count, len(view.numbers))).astype(int)]
+        else:
+            numbers = spread_rows(RowNumbers(table, 0.0, held_out=False), count)
+        rows = zip(numbers.tolist(), table.rows(numbers), strict=True)
+        tasks = [task for number, row in rows if (task := self._task(row, split.name(number), 0)) is not None]
+        return RowSample(table.where, tasks, is_whole=len(numbers) == int(table.sizes.sum()) - split.counts.total())
 
     def agents(self) -> set[str]:
         """Names of agents in the rows of a table in memory."""

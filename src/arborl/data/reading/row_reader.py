@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from arborl.chat.messages import read_messages, read_tools
-from arborl.data.reading.tables import get_path
+from arborl.data.reading.tables import get_path, has_path
 from arborl.errors import ConfigError, did_you_mean
 from arborl.types import Message, Task, ToolSpec
 
@@ -59,7 +59,7 @@ class RowReader:
             columns = extra | columns
         for key, path in self.fields.items():
             columns[key] = get_path(row, path)
-            if columns[key] is None:
+            if columns[key] is None and not has_path(row, path):
                 raise ConfigError(f"{where}: no column {path!r} for fields.{key}.{_known_columns(path, row)}")
         return columns
 

@@ -469,3 +469,10 @@ def get_path(row: Mapping[str, Any], path: str) -> Any:
     head, dot, rest = path.partition(".")
     inner = row.get(head) if dot else None
     return get_path(inner, rest) if isinstance(inner, Mapping) else None
+
+
+def has_path(row: Mapping[str, Any], path: str) -> bool:
+    """Whether there is a value at a dotted path, which may be None."""
+    head, dot, rest = path.partition(".")
+    inner = row.get(head) if dot else None
+    return path in row or (isinstance(inner, Mapping) and has_path(inner, rest))

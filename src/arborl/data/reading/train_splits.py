@@ -146,11 +146,12 @@ def split_table(
     must_scan = table.whole or filters.leaves_out or how == "content"
     if not must_scan:
         training = RowNumbers(table, share, held_out=False)
-        return Split(training, _spread(RowNumbers(table, share, held_out=True)), Counter())
+        return Split(training, spread_rows(RowNumbers(table, share, held_out=True)), Counter())
     numbers, contents, counts = _scan(table, reader, filters)
     if not len(numbers):
         why = ", ".join(f"{count} {name}" for name, count in counts.items())
-        raise ConfigError(f"{table.where}: all rows are filtered out ({why}).")
+        remedy = " Write a larger max_prompt_tokens, or overlong=cut." if counts["overlong"] else ""
+        raise ConfigError(f"{table.where}: all rows are filtered out ({why}).{remedy}")
     digests = np.array([_hash(str(number)) for number in numbers], np.uint64) if how == "number" else contents
     is_held_out = digests < np.uint64(_limit(digests, share) if share else 0)
     order = np.argsort(digests[is_held_out], kind="stable")
@@ -200,8 +201,8 @@ def _limit(digests: np.ndarray, share: float) -> int:
     return min(max(int(share * 2**64), low + 1), high)  # a single row is trained on
 
 
-def _spread(side: RowNumbers, most: int = 8_192) -> Ints:
-    """Held-out rows from evenly spaced blocks, one from each in turn."""
+def spread_rows(side: RowNumbers, most: int = 8_192) -> Ints:
+    """Rows from evenly spaced blocks, one from each in turn."""
     full = np.flatnonzero(side.sizes > 0)
     chosen = full[np.linspace(0, len(full) - 1, min(SPREAD, len(full))).astype(np.int64)] if len(full) else full
     rows = [side.of(int(block))[: most // max(len(chosen), 1)] for block in chosen]
