@@ -145,7 +145,8 @@ def test_every_column_but_place_and_weight_goes_with_its_term(how):
         name: np.arange(len(terms)) + 0.1 * n
         for n, name in enumerate(("proximal", "reference", "value", "target", "after", "teacher"))
     }
-    terms = dataclasses.replace(terms, **filled, drawn=np.arange(4.0 * len(terms)).reshape(-1, 4))
+    masks = np.array([bytes([number]) for number in range(len(terms))], dtype=object)
+    terms = dataclasses.replace(terms, **filled, drawn=np.arange(4.0 * len(terms)).reshape(-1, 4), allowed=masks)
     forest, kept, _ = downsample_branches(groups, terms, 2, how, seed=1)
     rows = kept.advantage.astype(int)  # counts the terms
     assert 0 < len(rows) < len(terms)

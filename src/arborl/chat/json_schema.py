@@ -6,19 +6,20 @@ learner computes them again from a recorded call, and nothing but the schema is 
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
 from arborl.chat.tokenizer import FileTokenizer, Tokenizer
 from arborl.errors import SchemaError
 
-try:
-    import llguidance
-except ImportError:  # the extra `json`
-    llguidance = None
+llguidance: Any = None
+with suppress(ImportError):  # the extra `json`
+    llguidance = importlib.import_module("llguidance")
 
 ANY_OBJECT = '{"type":"object"}'
 """The schema of JSON mode."""

@@ -109,6 +109,7 @@ class DocumentPlayer:
         tools: Sequence[ToolSpec] = (),
         *,
         stop: str | Sequence[str] = (),
+        schema: Mapping[str, Any] | None = None,
     ) -> Message:
         messages = read_messages(messages, "messages")
         text = self._summarize(messages[-2]) if messages[-1].content == SUMMARY_REQUEST else self._next(messages[-1])

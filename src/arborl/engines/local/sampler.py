@@ -57,10 +57,9 @@ class LogitEditor:
 
     def edit(self, sampled: NDArray[np.int32]) -> LogitEdit:
         """The edit of the token behind the sampled ones. Raises SchemaError if the schema allows none."""
-        tokens, penalty = np.zeros(0, np.int64), np.zeros(0)
-        if self.sampling.penalizes:
-            tokens, counts = np.unique(sampled.astype(np.int64), return_counts=True)
-            penalty = self.sampling.frequency_penalty * counts + self.sampling.presence_penalty
+        seen = sampled.astype(np.int64) if self.sampling.penalizes else np.zeros(0, np.int64)
+        tokens, counts = np.unique(seen, return_counts=True)
+        penalty = self.sampling.frequency_penalty * counts + self.sampling.presence_penalty
         allowed = None if self.matcher is None else self.matcher.allowed(sampled.tolist())
         return LogitEdit(tokens, penalty.astype(np.float32), allowed)
 
