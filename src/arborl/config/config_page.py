@@ -16,7 +16,8 @@ HEAD = """# Configuration
 
 All settings with their defaults. A file is YAML with these keys; the command line has `a.b=c`, Python
 `arborl.run(**{"a.b": c})`. A bare string for a section with a `name` sets the name: `env=frozen_lake`. `tools.N` is an
-item of the list `tools`, counted from 0; a single item needs no list. `steps` is short for `trainer.steps`. Files may have a `defaults:` list, as in Hydra. An unknown key is an error.
+item of the list `tools`, counted from 0; a single item needs no list. `steps` is short for `trainer.steps`.
+Files may have a `defaults:` list, as in Hydra. An unknown key is an error.
 A configuration is code: `package.module:attribute` is imported and called; see [resume.md](resume.md).
 
 This page is generated: `python -m arborl.config.config_page > docs/configuration.md`.
