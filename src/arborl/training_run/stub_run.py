@@ -20,6 +20,7 @@ from arborl.config.run_config import RunConfig
 from arborl.config.tool_config import ToolConfig
 from arborl.errors import ArborError
 from arborl.models.model_files import is_model_folder, read_model_config, resolve
+from arborl.models.model_loading import device_of
 from arborl.registry import OBJECT_PREFIX, check_arguments, load
 from arborl.rewards import REWARDS
 from arborl.rewards.score_function import CODE_SOURCES
@@ -103,7 +104,10 @@ def _replace_lengths(config: RunConfig, tree: dict[str, Any]) -> Iterator[str]:
 
 
 def _replace_models(config: RunConfig, tree: dict[str, Any]) -> Iterator[str]:
-    """Models beside the policy: the policy's own weights in their place."""
+    """Models beside the policy: the policy's own weights in their place. Half precision is slow on many CPUs."""
+    if config.model.dtype in ("bfloat16", "float16") and device_of(config.model.device).type == "cpu":
+        tree["model"]["dtype"] = "float32"
+        yield "model.dtype by float32"
     if config.learner.critic_from is not None and not is_model_folder(Path(config.learner.critic_from).expanduser()):
         tree["learner"]["critic_from"] = None
         yield "learner.critic_from"
