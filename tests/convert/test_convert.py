@@ -13,6 +13,7 @@ from arborl.config.config_base import setting_paths, validate
 from arborl.config.load_config import load
 from arborl.config.run_config import RunConfig
 from arborl.convert import SYSTEMS, Draft, agentfly, convert
+from arborl.errors import ConfigError
 from arborl.registry import call_checked
 from arborl.rewards import REWARDS
 from arborl.training_run import train
@@ -121,6 +122,62 @@ def test_conversion_errors_are_one_line(system, name, text, says, tmp_path):
     done = CliRunner().invoke(app, ["convert", system, str(tmp_path / name)])
     assert done.exit_code == 2
     assert says in done.output
+
+
+ROLL = """exp_name: a
+pretrain: m
+sequence_length: 2048
+actor_train: {model_args: {}}
+rollout_batch_size: 8
+train_env_manager: {num_env_groups: 4, group_size: 2, tags: [Lake]}
+val_env_manager: {num_env_groups: 4, group_size: 1, tags: [Lake]}
+custom_envs: {Lake: {env_type: frozen_lake, max_steps: 10, max_tokens_per_step: 64, env_config: {max_steps: 10}}}
+"""
+VERL = "python3 -m verl.trainer.main_ppo data.train_files=a.parquet actor_rollout_ref.model.path=m "
+FLY = "agent.agent_type=hf agent.tools=[calculator] agent.reward_name=math_equal_reward data.train_files=r.json "
+WHOLE = "must be a whole number >= 1"
+
+
+@pytest.mark.parametrize(
+    ("system", "text", "says"),
+    [
+        ("roll", ROLL.replace("group_size: 2", "group_size: 0"), f"train_env_manager.group_size=0: {WHOLE}"),
+        ("roll", ROLL.replace("group_size: 2", "group_size: -2"), f"train_env_manager.group_size=-2: {WHOLE}"),
+        ("roll", ROLL.replace("group_size: 2", "group_size: many"), "group_size='many': must be a number"),
+        ("roll", ROLL.replace("group_size: 2", "group_size: '${gone}'"), "refers to a key that is not there"),
+        ("roll", ROLL.replace("groups: 4", "groups: -4"), f"train_env_manager.num_env_groups=-4: {WHOLE}"),
+        ("roll", ROLL.replace("size: 8", "size: 0"), f"rollout_batch_size=0: {WHOLE}"),
+        ("roll", ROLL.replace(" max_steps: 10,", " max_steps: many,"), "custom_envs.Lake.max_steps='many': must be a"),
+        ("roll", ROLL.replace("step: 64", "step: []"), "custom_envs.Lake.max_tokens_per_step=[]: must be a number"),
+        ("roll", ROLL + "max_steps: -4\n", f"max_steps=-4: trainer.steps: {WHOLE}"),
+        ("roll", ROLL + "max_grad_norm: [1]\n", "max_grad_norm=[1]: must be a number"),
+        ("roll", "exp_name: a\npretrain: m\n", "sequence_length: is not there"),
+        ("verl", VERL + "actor_rollout_ref.rollout.n=0", f"rollout.n=0: rollout.group_size: {WHOLE}"),
+        ("verl", VERL + "data.train_batch_size=-1", f"data.train_batch_size=-1: rollout.tasks_per_step: {WHOLE}"),
+        ("verl", VERL + "trainer.n_gpus_per_node=0", f"trainer.n_gpus_per_node=0: {WHOLE}"),
+        ("verl", VERL + "trainer.nnodes=two", f"trainer.nnodes='two': {WHOLE}"),
+        ("agentfly", FLY + "agent.num_chains=-1", f"agent.num_chains=-1: rollout.group_size: {WHOLE}"),
+        ("agentfly", FLY + "agent.max_turns=0", f"agent.max_turns=0: {WHOLE}"),
+    ],
+)
+def test_an_impossible_value_is_reported_with_its_file_and_key(system, text, says, tmp_path):
+    file = tmp_path / ("run.yaml" if system == "roll" else "run.sh")
+    file.write_text(text)
+    done = CliRunner().invoke(app, ["convert", system, str(file)])
+    assert (done.exit_code, type(done.exception)) == (2, SystemExit)
+    said = " ".join(done.output.split())
+    assert f"{file}: " in said
+    assert says in said
+
+
+def test_files_that_do_not_fit_together_and_scripts_without_arguments_are_errors_too(tmp_path):
+    (tmp_path / "a.yaml").write_text(ROLL + "steps: [1, 2]\n")
+    (tmp_path / "b.yaml").write_text("steps: {a: 1}\n")
+    with pytest.raises(ConfigError, match=r"b\.yaml: steps has keys in one file, and a list in another"):
+        convert("roll", [tmp_path / "a.yaml", tmp_path / "b.yaml"])
+    (tmp_path / "run.sh").write_text("python examples/start_agentic_pipeline.py\n")
+    with pytest.raises(ConfigError, match=r"run\.sh: .* without --config_name"):
+        convert("roll", [tmp_path / "run.sh"])
 
 
 FREE = ("agent.args.", "engine.args.", "data.sources.", "data.agents.", "env.")

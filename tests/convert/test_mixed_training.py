@@ -145,6 +145,19 @@ def test_an_example_that_nests_the_section_below_the_trainer_is_read_where_it_is
     assert "trainer.actor_rollout_ref.rollout.temperature" in draft.accounted()
 
 
+def test_an_agent_of_ones_own_takes_the_place_of_a_loop(folder):
+    own = {**STABLE, "agent_loops": {"custom_agent": {"_target_": "your.custom.AgentLoop"}}}
+    (folder / "config" / "mixed_dataset_grpo.yaml").write_text(yaml.safe_dump(own))
+    (folder / "run.sh").write_text(DIRECT.replace("agent_mapping.math=code_execution", "agent_mapping.math=custom"))
+    with pytest.raises(ConfigError, match=r"custom_agent.*--use custom_agent=package\.module:Class"):
+        convert("verl", [folder / "run.sh"])
+    draft = convert("verl", [folder / "run.sh"], {"custom_agent": "arborl.agents.chat_agents:ChatAgent"})
+    config = validate(RunConfig, draft.tree())
+    assert config.data.sources["math"].agent.name == "arborl.agents.chat_agents:ChatAgent"
+    assert config.data.agents["custom_agent"].name == "arborl.agents.chat_agents:ChatAgent"
+    assert config.data.sources["taco"].agent.name == "code"
+
+
 def test_a_source_that_calls_tools_which_nothing_names_is_refused(folder):
     script = DIRECT.replace("agent_mapping.math=code_execution_agent", "agent_mapping.math=tool_agent")
     (folder / "run.sh").write_text(script)

@@ -324,7 +324,7 @@ agent_template: "The last {history_length}: {history}. Now: {current_observation
             {"actor_train__pg_variant": "kimi15", "actor_train__worker_cls": "x.agentic_actor_pg_worker.ActorWorker"},
             r"kimi15: no such loss",
         ),
-        ({"pretrain": None}, r"pretrain=None: names no model"),
+        ({"pretrain": None}, r"pretrain: names no model"),
         ({"train_env_manager__group_size": "many"}, r"train_env_manager.group_size='many': must be a number"),
         ({"train_env_manager__tags": ["a.b"], "custom_envs__a.b": {"env_type": "frozen_lake"}}, r"a.b: is no name"),
         ({"defaults": ["../config/elsewhere@_here_"]}, r"there is no such file"),

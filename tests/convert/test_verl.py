@@ -293,7 +293,7 @@ def test_a_function_of_a_file_near_the_script_is_named_by_its_path_and_called(tm
         (f"{T}interaction_config_path=a.yaml", "is an environment here.*env=package.module:Class"),
         ("data.image_key=images", "pictures.*rows of text"),
         ("data.custom_cls.path=a.py", "data.rows=package.module:function"),
-        ("agent_loops.mine._target_=a.b.C", "no agent here.*data.agents.mine=package.module:Class"),
+        ("agent_loops.mine._target_=a.b.C", "no agent here.*--use mine=package.module:Class"),
         ("--config-name=mine", "what it says would be lost.*arborl convert verl FILE.yaml SCRIPT"),
         (f"data.train_batch_size=$SIZE {A}use_kl_loss=True", "data.train_batch_size=.*without running the script"),
         ("trainer.val_only=True", "arborl evaluate"),

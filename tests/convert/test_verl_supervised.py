@@ -84,7 +84,7 @@ def test_processes_of_torchrun_are_ranks_and_a_number_of_the_command_line_is_ask
     ("text", "why"),
     [
         (ENGINE.replace("some/model", "Qwen/Qwen3-VL-2B-Instruct"), "models that see are not trained here"),
-        (SFT.format(n=1), "model.partial_pretrain=None: names no model"),
+        (SFT.format(n=1), "model.partial_pretrain: names no model"),
         (SFT.format(n=1) + "model.partial_pretrain=m data.custom_cls.path=a.py", "data.rows=package.module:function"),
         (SFT.format(n=1) + "model.partial_pretrain=m optim.lr_scheduler=wsd", "there is no 'wsd' here"),
     ],

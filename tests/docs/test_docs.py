@@ -149,6 +149,25 @@ def test_a_notebook_runs(notebook, tmp_path, monkeypatch):
     exec("\n".join(code), {"__name__": "notebook"})
 
 
+NAMED_TEST = re.compile(r"\b((?:tests/[\w/]+/)?test_\w+\.py)\b|::(test_\w+)(…?)")
+"""A file of tests, or a test in the file that is named before it; `…` stands for the rest of a name."""
+
+
+@pytest.mark.parametrize("name", [*PAGES, *RESULTS])
+def test_tests_that_a_page_names_exist(name):
+    text = (ROOT / name).read_text().replace("test_maze.py", "")  # which `arborl init env maze` writes
+    for line in text.splitlines():
+        content = ""
+        for file, test, rest in NAMED_TEST.findall(line):
+            if file:
+                found = list((ROOT / "tests").rglob(file.rpartition("/")[2]))
+                assert found, file
+                assert "/" not in file or ROOT / file in found, file
+                content = found[0].read_text()
+            elif content:
+                assert f"def {test}" in content if rest else f"def {test}(" in content, test
+
+
 @pytest.mark.parametrize("name", [*PAGES, *RESULTS])
 def test_links_lead_to_files(name):
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", (ROOT / name).read_text()):

@@ -103,8 +103,10 @@ def test_numbers_are_on_wandb_by_step_and_a_resumed_run_goes_on_as_the_same(foll
     assert sorted(sent) == [0, 1, 2, 3]
     assert sorted(history(second)) == [2, 3]  # a kill would have lost the second, for it is sent with the third
     for step in (1, 2, 3):
-        for name in ("reward/mean", "episode/count", "learner/terms", "time/step"):
-            assert sent[step][name] == pytest.approx(rows[step][name]), name
+        numbers = {name: value for name, value in rows[step].items() if isinstance(value, float)}
+        assert {"reward/mean", "episode/count", "learner/terms", "time/step"} <= numbers.keys()
+        for name, value in numbers.items():
+            assert sent[step][name] == pytest.approx(value), name
     assert sent[0]["evaluation/reward"] == rows[0]["evaluation/reward"]
     assert summary(second)["state"] == "finished"
 

@@ -58,6 +58,17 @@ def test_a_run_of_another_machine_runs_without_its_rows_its_gpus_and_its_tracker
     assert "--stub replaces track.trackers.wandb, sampling.max_context by 4096, data.path" in caplog.text
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_replaced_on_a_cpu_where_it_takes_minutes(file, dtype, caplog):
+    master = "none" if dtype == "bfloat16" else "float32"
+    model = {"name": "seedling", "dtype": dtype, "device": "cpu"}
+    path = file(model=model, learner={"master": master}, placement={"name": "local"})
+    with caplog.at_level(logging.WARNING):
+        done = check(path)
+    assert yaml.safe_load((done.folder / "config.yaml").read_text())["model"]["dtype"] == "float32"
+    assert "model.dtype by auto" in caplog.text
+
+
 def test_rows_by_a_column_are_replaced_with_rows_of_every_source(file):
     sources = {"taco": {"ratio": 0.5}, "nq": {"ratio": 0.5, "rewards": [{"name": "short_answer"}]}}
     done = check(file(data={"path": "rows.parquet", "by": "data_source", "sources": sources}, rewards=["equal"]))
@@ -120,11 +131,6 @@ def test_a_folder_that_holds_a_run_gets_a_new_name(file, tmp_path):
     path = file(output_dir="out")
     folders = [check(path).folder for _ in range(3)]
     assert [folder.name for folder in folders] == ["out", "out-2", "out-3"]
-
-
-def test_the_precision_is_that_of_this_machine(file):
-    done = check(file(model={"name": "seedling", "dtype": "bfloat16", "device": "cpu"}, placement="local"))
-    assert done.summary["execution"]["precision"] == "float32"
 
 
 def test_models_beside_the_policy_are_replaced_by_it(file):

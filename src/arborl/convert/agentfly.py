@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from arborl.convert.common_rules import CORPUS, DOCUMENTS, ENGINE, LEFT_OUT, SEARCH_TAGS, Rule, idle, to
+from arborl.convert.common_rules import CORPUS, DOCUMENTS, ENGINE, LEFT_OUT, SEARCH_TAGS, Rule, idle, num, to
 from arborl.convert.draft import Draft, names
 from arborl.convert.verl.verl_rules import M
 
@@ -193,7 +193,9 @@ def template(draft: Draft, key: str, value: Any) -> None:
 
 def turns(draft: Draft, key: str, value: Any) -> None:
     """Calls of the model in one conversation."""
-    if isinstance(value, int) and value > 0:
+    if value is not None and (not isinstance(value, int) or value < 1):
+        draft.refuse(key, value, "must be a whole number >= 1.")
+    elif value is not None:
         why = "rounds of tools, and then the answer; in AgentFly the last call's tools run and no message follows"
         draft.set(key, value, "agent.args.max_tool_rounds", value - 1, why)
     else:
@@ -302,7 +304,7 @@ PLAIN: dict[str, Rule] = {
     "agent_type": agent,
     "tools": tools,
     "reward_name": reward,
-    "num_chains": to("rollout.group_size"),
+    "num_chains": num("rollout.group_size"),
     "max_turns": turns,
     "model_name_or_path": to("model.name"),
     "template": template,

@@ -131,6 +131,22 @@ def convert(
     """
     if system not in SYSTEMS:
         raise ConfigError(f"unknown system {system!r}.{did_you_mean(system, SYSTEMS)} Known: {', '.join(SYSTEMS)}.")
+    try:
+        return _convert(system, files, uses, gpus)
+    except ConfigError as error:
+        raise ConfigError(_with_files(str(error), files)) from error
+
+
+def _with_files(message: str, files: Sequence[Path]) -> str:
+    """Each line of an error with the files before it, unless it names one."""
+    given = ", ".join(map(str, files))
+    named = [str(file) for file in files]
+    return "\n".join(
+        line if any(name in line for name in named) else f"{given}: {line}" for line in message.splitlines()
+    )
+
+
+def _convert(system: str, files: Sequence[Path], uses: Mapping[str, str] | None, gpus: int | None) -> Draft:
     for file in files:
         written_for = system_of(file)
         if written_for not in (None, system, *BASES.get(system, ())):
@@ -143,10 +159,10 @@ def convert(
         chosen.check(collected, str(files[0]))
     draft = Draft(source=collected.keys, uses=dict(uses or {}), defaults=chosen.defaults)
     added = chosen.added(draft, collected.variables) if chosen.added is not None else {}
-    with _value_errors(str(files[-1])):
+    with _value_errors("a value of the file"):
         if chosen.whole is not None:
             chosen.whole(draft)
-    request = chosen.devices(draft) if chosen.devices is not None else DeviceRequest()
+        request = chosen.devices(draft) if chosen.devices is not None else DeviceRequest()
     of_devices = frozenset(key for keys in request.keys.values() for key in keys)
     for key, value in draft.source.items():
         if key not in draft.accounted() and key not in of_devices:
@@ -199,7 +215,7 @@ def _value_errors(where: str) -> Iterator[None]:
     """Report a value of the wrong type as one line."""
     try:
         yield
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError, IndexError) as error:
         raise ConfigError(f"{where}: wrong type of value: {error}.") from error
 
 
@@ -227,7 +243,19 @@ def _finish(draft: Draft) -> None:
         name = path.split(".")[1]
         if name not in reads and name in type(base).model_fields:
             draft.undo(path, f"algorithm={base.name} does not read it")
-    validate(RunConfig, draft.tree())
+    try:
+        validate(RunConfig, draft.tree())
+    except ConfigError as error:
+        raise ConfigError("\n".join(_with_origin(line, draft) for line in str(error).splitlines())) from error
+
+
+def _with_origin(line: str, draft: Draft) -> str:
+    """An error about settings of ours with the keys of theirs that they come from."""
+    found = [
+        report for report in draft.mapped if report.path and re.search(rf"(?<![\w.]){re.escape(report.path)}\b", line)
+    ]
+    named = dict.fromkeys(f"{report.key}={report.value!r}" for report in found if report.explicit)
+    return f"{', '.join(named)}: {line}" if named else line
 
 
 def _explain_environment(draft: Draft, collected: SourceKeys) -> None:

@@ -66,7 +66,11 @@ class Draft:
     def put(self, key: str, otherwise: Any, path: str, change: Callable[[Any], Any] | None = None) -> Any:
         """Their `key`, or their default (`otherwise`), is our `path`. Returns their value."""
         value = self.source.get(key, otherwise)
-        self.say(key, otherwise, path, change(value) if change else value)
+        try:
+            ours = change(value) if change else value
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{key}={value!r}: must be a number.") from error
+        self.say(key, otherwise, path, ours)
         return value
 
     def lose(self, key: str, value: Any, why: str) -> None:
@@ -86,7 +90,8 @@ class Draft:
     def refuse(self, key: str, value: Any, why: str) -> None:
         """The conversion fails; `why` states what to do."""
         self.lose(key, value, why)
-        self.problems.append(f"{key}={short(shown(key, value))}: {why}")
+        given = "" if value is None and key not in self.source else f"={short(shown(key, value))}"
+        self.problems.append(f"{key}{given}: {why}")
 
     def undo(self, path: str, why: str) -> None:
         """Remove our `path`, which has no effect."""
@@ -113,17 +118,17 @@ class Draft:
         found = self.known(key)
         return found if isinstance(found, int | float) and not isinstance(found, bool) else otherwise
 
-    def whole(self, key: str, otherwise: int) -> int:
-        """Their `key` as a whole number."""
-        return round(self.number(key, otherwise))
+    def whole(self, key: str, otherwise: int, least: int | None = None) -> int:
+        """Their `key` as a whole number, `least` or more; ConfigError otherwise."""
+        value = round(self.number(key, otherwise))
+        if least is not None and value < least:
+            raise ConfigError(f"{key}={value}: must be a whole number >= {least}.")
+        return value
 
     def number(self, key: str, otherwise: float) -> float:
         """Their `key` as a number; ConfigError otherwise."""
         value = self.source.get(key)
-        try:
-            return float(otherwise if value is None else value)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{key}={value!r}: must be a number.") from error
+        return as_number(key, otherwise if value is None else value)
 
     def below(self, prefix: str) -> dict[str, Any]:
         """Their settings below `prefix`, without it."""
@@ -149,6 +154,15 @@ class Draft:
 def shown(key: str, value: Any) -> Any:
     """The value, unless it is a secret."""
     return "***" if SECRET.search(key) and value not in (None, "") else value
+
+
+def as_number(key: str, value: Any) -> float:
+    """The value of their `key` as a number; ConfigError otherwise."""
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        nowhere = " It refers to a key that is not there." if "${" in str(value) else ""
+        raise ConfigError(f"{key}={value!r}: must be a number.{nowhere}") from error
 
 
 def names(value: Any) -> list[str]:

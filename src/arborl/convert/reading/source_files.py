@@ -147,13 +147,20 @@ def _merge(
 ) -> None:
     """Merge YAML and overrides into one tree, so that references see the last value."""
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     beside: dict[str, Any] = {}
     tree: Any = OmegaConf.create({})
     with bounded_yaml():
         for file, script in files_read:
             if script is None:
-                tree = OmegaConf.merge(tree, OmegaConf.create(_without_environment(_composed(file, absent, out))))
+                own = _without_environment(_composed(file, absent, out))
+                try:
+                    tree = OmegaConf.merge(tree, OmegaConf.create(own))
+                except OmegaConfBaseException as error:
+                    where = _clash(own, OmegaConf.to_container(tree, resolve=False))
+                    why = "keys in one file, and a list in another: write it alike in both."
+                    raise ConfigError(f"{file}: {where or 'a section'} has {why}") from error
                 continue
             for key in script.removed:
                 _remove(tree, key)
@@ -165,6 +172,14 @@ def _merge(
         out.referred = {name for text in _texts(raw) for name in REFERENCE.findall(text)}
         _flatten(tree, "", out, 0)
     out.keys |= beside
+
+
+def _clash(one: Any, other: Any, above: str = "") -> str:
+    """The first key that has keys in one tree and a list in the other; empty where there is none."""
+    if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
+        return above if {isinstance(one, list), isinstance(other, list)} == {True, False} else ""
+    both = (key for key in one if key in other)
+    return next((found for key in both if (found := _clash(one[key], other[key], f"{above}.{key}".lstrip(".")))), "")
 
 
 def _without(keys: dict[str, Any], removed: Sequence[str]) -> dict[str, Any]:

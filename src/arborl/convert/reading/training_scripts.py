@@ -105,7 +105,7 @@ def read_pipeline(path: Path) -> ScriptSettings:
 def _flags(words: Sequence[str]) -> dict[str, str]:
     """`--flag value` and `--flag=value`."""
     found = {}
-    for word, following in zip(words, (*words[1:], ""), strict=True):
+    for word, following in zip(words, (*words[1:], ""), strict=False):
         name, equals, value = word.partition("=")
         if name.startswith("--"):
             found[name] = value if equals else following

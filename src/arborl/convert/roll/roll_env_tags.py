@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from arborl.convert.common_rules import CORPUS, DOCUMENTS, SEARCH_TAGS
-from arborl.convert.draft import Draft
+from arborl.convert.draft import Draft, as_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,10 @@ class EnvTag:
     def refuse(self, key: str, why: str, value: Any = None) -> bool:
         self.draft.refuse(self.at + key, self.keys.get(key) if value is None else value, why)
         return False
+
+    def whole(self, key: str) -> int:
+        """Its `key` as a whole number; ConfigError otherwise."""
+        return round(as_number(self.at + key, self.keys[key]))
 
     def get(self, what: str) -> Any:
         return self.draft.settings.get(self.kept(what))
@@ -186,12 +190,13 @@ def _take(tag: EnvTag, table: Table) -> None:
         key = f"env_config.{theirs}"
         tag.take(key, otherwise, f"args.{ours}", otherwise if tag.keys.get(key) is None else tag.keys[key])
     key = "env_config.max_steps"
-    most = tag.keys.get("max_steps", tag.keys.get(key))
-    if most is not None and key in tag.keys:
-        why = "" if int(tag.keys[key]) == int(most) else "the tag's own max_steps, which is what ends an episode there"
-        tag.set(key, "args.max_steps", int(most), why)
+    named = [name for name in ("max_steps", key) if tag.keys.get(name) is not None]
+    most = tag.whole(named[0]) if named else None
+    if most is not None and key in named:
+        why = "" if tag.whole(key) == most else "the tag's own max_steps, which is what ends an episode there"
+        tag.set(key, "args.max_steps", most, why)
     elif most is not None:
-        tag.default("max_steps", int(most), "args.max_steps", int(most))
+        tag.default("max_steps", most, "args.max_steps", most)
     _instruction(tag, _signs(tag))
 
 
@@ -248,9 +253,9 @@ def _instruction(tag: EnvTag, signs: Mapping[str, str]) -> None:
 def _room(tag: EnvTag, usual: list[int]) -> bool:
     key = "env_config.dim_room"
     room = tag.keys.get(key, usual)
-    if not isinstance(room, list) or len(set(room)) != 1:
+    if not isinstance(room, list) or len(room) != 2 or room[0] != room[1] or not isinstance(room[0], int):
         return tag.refuse(key, "rooms are square here. Write dim_room: [N, N].")
-    tag.take(key, room, "args.size", int(room[0]))
+    tag.take(key, room, "args.size", room[0])
     tag.default("env_config", "the outer wall is shown", "args.border", True)
     if "env_config.search_depth" in tag.keys:
         why = "puzzles are made by pulling boxes, and solved to be sure; see env.args.pulls"
@@ -301,9 +306,9 @@ def _tools(tag: EnvTag) -> bool:
     if tools:
         tag.set(key, "rows.tools", tools, "as --use says")
         tag.set(key, "agent", "tool")
-    most = tag.keys.get("tool_wrapper.wrapper_args.max_tool_uses")
-    if most is not None and tag.get("agent"):
-        tag.set("tool_wrapper.wrapper_args.max_tool_uses", "agent_args.max_tool_rounds", int(most))
+    key = "tool_wrapper.wrapper_args.max_tool_uses"
+    if tag.keys.get(key) is not None and tag.get("agent"):
+        tag.set(key, "agent_args.max_tool_rounds", tag.whole(key))
     for name in ("tool_reward", "tool_success_reward"):
         key = f"tool_wrapper.wrapper_args.{name}"
         if key in tag.keys:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from arborl.config.part_config import HISTORY
-from arborl.convert.draft import Draft, names
+from arborl.convert.draft import Draft, as_number, names
 from arborl.convert.roll import roll_env_tags as env_tags
 from arborl.convert.roll.roll_env_tags import EnvTag
 from arborl.errors import did_you_mean
@@ -139,25 +139,25 @@ def _agent(tag: EnvTag) -> None:
         tag.default("env_manager_cls", "TrajEnvManager", "agent", ours)
     if ours == "step":
         why = "steps beside the present one, all of them, as messages; there in one text, and not all of them"
-        past = max(int(tag.keys.get("history_length") or 1) - 1, 0)
+        past = max(tag.whole("history_length") - 1, 0) if tag.keys.get("history_length") else 0
         tag.set("history_length", "agent_args.history_length", past, why)
 
 
 def _limits(tag: EnvTag) -> None:
     """Turns, and tokens of a call, which `max_new_tokens` bounds as well."""
     if tag.keys.get("max_steps") is not None:
-        tag.set("max_steps", "max_steps", int(tag.keys["max_steps"]))
-    most, requested = int(tag.draft.settings["sampling.max_tokens"]), tag.keys.get("max_tokens_per_step")
-    if requested is not None:
-        why = "" if int(requested) <= most else "generating_args.max_new_tokens is less"
-        tag.set("max_tokens_per_step", "max_tokens", min(int(requested), most), why)
+        tag.set("max_steps", "max_steps", tag.whole("max_steps"))
+    if tag.keys.get("max_tokens_per_step") is not None:
+        most, requested = int(tag.draft.settings["sampling.max_tokens"]), tag.whole("max_tokens_per_step")
+        why = "" if requested <= most else "generating_args.max_new_tokens is less"
+        tag.set("max_tokens_per_step", "max_tokens", min(requested, most), why)
 
 
 def _tasks_per_step(draft: Draft) -> int:
     """Writes the tasks of a step and the episodes of each: the batch counts episodes there."""
     at, ours = "train_env_manager.", "rollout.tasks_per_step"
-    size, slots = draft.whole(f"{at}group_size", 1), draft.whole(f"{at}num_env_groups", 128)
-    episodes = draft.whole("rollout_batch_size", slots * size)
+    size, slots = (draft.whole(at + key, usual, least=1) for key, usual in (("group_size", 1), ("num_env_groups", 128)))
+    episodes = draft.whole("rollout_batch_size", slots * size, least=1)
     if episodes % size:
         fits = size * max(episodes // size, 1)
         why = f"does not divide by train_env_manager.group_size={size}. Write {fits}."
@@ -181,7 +181,7 @@ def divided(draft: Draft, manager: str, count: int, tasks: int) -> list[int]:
     """Tasks of each tag: its groups, or in the same shares where there are more or fewer tasks than groups."""
     partition = draft.source.get(f"{manager}.num_groups_partition")
     given = partition if isinstance(partition, list) and len(partition) == count else [1] * count
-    shares = [int(part) for part in given]
+    shares = [round(as_number(f"{manager}.num_groups_partition", part)) for part in given]
     total = sum(shares) or 1
     whole = [share * tasks // total for share in shares]
     by_rest = sorted(range(count), key=lambda i: -(shares[i] * tasks / total - whole[i]))

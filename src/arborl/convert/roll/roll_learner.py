@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from arborl.convert.devices import DeviceRequest
-from arborl.convert.draft import Draft, names
+from arborl.convert.draft import Draft, as_number, names
 
 TYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 SCHEDULES = {
@@ -124,8 +124,8 @@ def sampling(draft: Draft, at: str, into: str) -> None:
         key = f"{at}{name}"
         theirs = value = otherwise if draft.source.get(key) is None else draft.source[key]
         if name == "top_k":
-            value = max(int(theirs), 0)
-        greedy = name == "temperature" and (draft.source.get(f"{at}do_sample") is False or float(theirs) == 0)
+            value = max(round(as_number(key, theirs)), 0)
+        greedy = name == "temperature" and (draft.source.get(f"{at}do_sample") is False or as_number(key, theirs) == 0)
         value = 0.0 if greedy else value
         if greedy and into == "sampling":
             draft.lose(key, theirs, "training needs chance: temperature is 1 here")

@@ -94,7 +94,7 @@ def rlvr(draft: Draft) -> None:
     if "eval_steps" in draft.source:
         draft.put("eval_steps", 10, "evaluation.every", lambda steps: max(int(steps), 0))
     learner.sampling(draft, f"{infer}.generating_args.", "sampling")
-    prompt = int(draft.source.get("prompt_length") or 1024)
+    prompt = draft.whole("prompt_length", 1024)
     if prompt >= draft.settings["sampling.max_context"]:
         why = f"leaves no room for an answer in sequence_length={draft.settings['sampling.max_context']}. Write less."
         draft.refuse("prompt_length", prompt, why)
@@ -103,8 +103,10 @@ def rlvr(draft: Draft) -> None:
     if draft.below("validation.generating_args."):
         learner.sampling(draft, "validation.generating_args.", "evaluation.sampling")
         draft.undo("evaluation.sampling.max_tokens", "sequence_length less prompt_length, as in training")
-    tasks = int(draft.put("rollout_batch_size", 128, "rollout.tasks_per_step"))
-    size = int(draft.put("num_return_sequences_in_group", 1, "rollout.group_size"))
+    tasks = draft.whole("rollout_batch_size", 128, least=1)
+    size = draft.whole("num_return_sequences_in_group", 1, least=1)
+    draft.say("rollout_batch_size", 128, "rollout.tasks_per_step", tasks)
+    draft.say("num_return_sequences_in_group", 1, "rollout.group_size", size)
     rewards.domains(draft, train, bool(_teacher(draft)))
     if draft.problems:
         return

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from arborl.convert.common_rules import LEFT_OUT
-from arborl.convert.draft import Draft, names, one_or_all, paths
+from arborl.convert.draft import Draft, as_number, names, one_or_all, paths
 from arborl.convert.roll.roll_key_table import REWARD
 
 MATH = "compared by rule, number by number, and not by math_verify's symbols"
@@ -137,7 +137,7 @@ def _sources(draft: Draft, at: str, kept: Mapping[str, tuple[list[Any], str]], s
     draft.default("rows are of a domain by their tag", "tag", "data.by", draft.source.get(f"{at}tag") or "tag")
     for name, (ours, why) in kept.items():
         tags = names(draft.source.get(f"rewards.{name}.tag_included")) or [name]
-        share = float(shares.get(name, 1.0 / len(kept)))
+        share = as_number(f"{at}domain_interleave_probs.{name}", shares.get(name, 1.0 / len(kept)))
         several = "" if len(tags) == 1 else f"the domain's share, divided equally among its {len(tags)} tags"
         for tag in tags:
             if not NAME.fullmatch(tag):

@@ -67,7 +67,8 @@ def has_no_grad_clip(draft: Draft) -> bool:
 def source_agent(draft: Draft, key: str, value: Any) -> None:
     """The agent of a source; `single_turn_agent` has no tools."""
     path = f"data.sources.{key.rpartition('.')[2]}.agent"
-    choice(path, VERL_AGENT_NAMES, "Name yours: data.sources.NAME.agent=package.module:Class.")(draft, key, value)
+    own = f"Write one of your own (docs/agents.md) and say so: --use {value}=package.module:Class."
+    choice(path, {**VERL_AGENT_NAMES, **draft.uses}, own)(draft, key, value)
 
 
 def length_of_the_run(draft: Draft, key: str, value: Any) -> None:

@@ -174,11 +174,10 @@ def loop_class(draft: Draft, key: str, value: Any) -> None:
     if argument != "_target_":
         draft.lose(key, value, f"an argument of the loop: data.agents.{name}.args has those of our agents")
         return
-    ours = LOOPS.get(str(value).rpartition(".")[2])
+    ours = draft.uses.get(name) or LOOPS.get(str(value).rpartition(".")[2])
     if ours is None:
-        own = "Write one (docs/agents.md: an async function of task, environment and model), take this key out"
-        why = f"a loop of verl's is no agent here. {own}, and name yours: data.agents.{name}=package.module:Class."
-        draft.refuse(key, value, why)
+        own = "Write one (docs/agents.md: an async function of task, environment and model) and say so"
+        draft.refuse(key, value, f"a loop of verl's is no agent here. {own}: --use {name}=package.module:Class.")
     elif VERL_AGENT_NAMES.get(name) == ours and ours != "code":
         draft.skip(key, value, "rows that name it get this agent anyway")
     else:

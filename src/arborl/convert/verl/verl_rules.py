@@ -9,6 +9,7 @@ from typing import Any
 from arborl.convert.common_rules import NO_PICTURES, UNSEEN, VISION_MODEL, choice, num, text
 from arborl.convert.devices import DeviceRequest
 from arborl.convert.draft import Draft, names
+from arborl.errors import ConfigError
 
 A, R, M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 T = f"{R}multi_turn."
@@ -369,5 +370,10 @@ def devices(draft: Draft) -> DeviceRequest:
 
 
 def _count(draft: Draft, key: str, usual: int) -> int:
-    value = draft.source.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) else usual
+    """A number of nodes or GPUs; `usual` where it is only known when the script runs."""
+    value = draft.source.get(key, usual)
+    if value in (None, "") or UNSEEN.search(str(value)):
+        return usual
+    if not isinstance(value, int) or isinstance(value, bool) or value < min(usual, 1):
+        raise ConfigError(f"{key}={value!r}: must be a whole number >= {min(usual, 1)}.")
+    return value
