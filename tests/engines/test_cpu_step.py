@@ -148,7 +148,7 @@ def test_where_the_system_starts_no_more_threads_fewer_read_the_prompt(seedling,
     before = torch.get_num_threads()
     torch.set_num_threads(6)
     try:
-        same(converse(LocalEngine(model, 400), [{}], [333]), alone, 1e-4)  # products on other numbers of threads round differently
+        same(converse(LocalEngine(model, 400), [{}], [333]), alone, 1e-4)  # other threads round differently
     finally:
         torch.set_num_threads(before)
     assert len(started) == 2
