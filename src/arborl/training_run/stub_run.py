@@ -39,6 +39,7 @@ TASKS = 4
 EVALUATION_TASKS = 8
 ENDPOINTS = ("judge", "reward_model")
 """Rewards that need a server or weights."""
+SMALL_ROOMS = {"rooms": 2, "doors": 0, "max_steps": 4}
 TESTS = [{"input": "3 4", "output": "7"}]
 ANSWER, LETTER = "7", "B"
 """The answer to every row, and the one to every row with letters."""
@@ -247,7 +248,7 @@ def _replace_envs(config: RunConfig, tree: dict[str, Any]) -> Iterator[str]:
         try:
             ENVS.build(env.name, env.args, f"{where}env.args")
         except MissingRequirementError as error:
-            section["env"] |= {"name": "rooms", "args": {}}
+            section["env"] |= {"name": "rooms", "args": SMALL_ROOMS}
             yield f"{where}env.name={env.name} by rooms ({error})"
 
 
