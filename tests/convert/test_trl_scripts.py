@@ -567,6 +567,13 @@ def test_importance_weights_of_vllm(tmp_path):
     assert config_of(converted(tmp_path, GRPO.format(""))).algorithm.importance_weights.kind == "none"
 
 
+def test_a_command_without_options_of_the_script_counts_and_another_program_does_not(tmp_path):
+    (tmp_path / "run.sh").write_text("accelerate launch --num_processes 2 script.py\n")
+    assert config_of(converted(tmp_path, GRPO.format("max_steps=1"), tmp_path / "run.sh")).learner.ranks == 2
+    (tmp_path / "run.sh").write_text("vim script.py\n")
+    assert "no command starts script.py" in refused(tmp_path, GRPO.format("max_steps=1"), tmp_path / "run.sh")
+
+
 def test_processes_of_accelerate_are_ranks_and_multiply_the_batch(tmp_path):
     (tmp_path / "zero.yaml").write_text("num_processes: 8\ndeepspeed_config: {zero_stage: 2}\nuse_cpu: false\n")
     text = f"'accelerate launch --config_file zero.yaml script.py --x 1'\n{SFT.format('')}"

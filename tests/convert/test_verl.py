@@ -282,6 +282,8 @@ def test_a_function_of_a_file_near_the_script_is_named_by_its_path_and_called(tm
         ("actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct", "models that see are not trained here"),
         ("reward_manager.module.path=a.py", "a class of rewards.*rewards=.package.module:function"),
         (f"{A}policy_loss.loss_mode=clip_cov", "no 'clip_cov' here.*algorithm.loss=package.module:function"),
+        (f"{A}policy_loss.loss_mode=kl_cov", "no 'kl_cov' here"),
+        ("algorithm.adv_estimator=optimal_token_baseline", "no such advantage here"),
         ("reward_model.enable=True", "reward_model.model.path does not say which"),
         ("reward_model.reward_manager=mine", "no such manager of rewards here.*rewards="),
         (f"{R}agent.default_agent_loop=mine", "no agent is called so here.*docs/agents.md"),

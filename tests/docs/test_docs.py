@@ -12,11 +12,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from cases import slow_cases
 from typer.testing import CliRunner
 
 import arborl
 from arborl.cli.main import app
+from arborl.config.config_base import validate
+from arborl.config.run_config import RunConfig
+from arborl.convert import convert
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))]
@@ -24,7 +28,8 @@ RESULTS = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs" / "results").
 
 
 def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    found = re.findall(r"```(\w*)\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    return [text for name, text in found if name == language]
 
 
 LONG = {
@@ -54,7 +59,13 @@ def test_python_examples_run(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "line", [line for block in blocks("README.md", "") for line in block.splitlines() if "arborl train" in line]
+    "line",
+    [
+        line
+        for block in blocks("README.md", "")
+        for line in block.replace("\\\n", " ").splitlines()
+        if "arborl train" in line
+    ],
 )
 def test_commands_of_the_readme_are_understood(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -147,6 +158,109 @@ def test_a_notebook_runs(notebook, tmp_path, monkeypatch):
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert code
     exec("\n".join(code), {"__name__": "notebook"})
+
+
+MIGRATE = "docs/migrate.md"
+ROLL = """defaults: [_self_]
+exp_name: lake
+pretrain: some/model
+sequence_length: 2048
+rollout_batch_size: 8
+actor_train: {model_args: {}}
+train_env_manager: {num_env_groups: 4, group_size: 2, tags: [Lake]}
+val_env_manager: {num_env_groups: 4, group_size: 1, tags: [Lake]}
+custom_envs: {Lake: {env_type: frozen_lake, max_steps: 10, max_tokens_per_step: 64}}
+"""
+VERL = (
+    "python3 -m verl.trainer.main_ppo data.train_files=rows.parquet actor_rollout_ref.model.path=some/model "
+    "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 "
+)
+FLY = "agent.agent_type=hf agent.tools=[calculator] agent.reward_name=math_equal_reward data.train_files=rows.json "
+TRL = """from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+def right(completions, **columns):
+    return [0.0 for _ in completions]
+rows = load_dataset("json", data_files="train.json", split="train")
+GRPOTrainer("some/model", reward_funcs=right, args=GRPOConfig({}), train_dataset=rows).train()
+"""
+TOOL = "actor_rollout_ref.rollout.multi_turn.tool_config."
+MIXED = f"""MODEL_PATH=/models/base
+MATH_RATIO=0.6
+python3 -m verl.trainer.main_ppo --config-path=config --config-name=mixed_dataset_grpo data.train_files=rows.parquet \\
+  actor_rollout_ref.model.path=$MODEL_PATH +data.mixed_dataset.dataset_ratios.math=$MATH_RATIO \\
+  +data.mixed_dataset.dataset_ratios.nq=0.4 +data.mixed_dataset.agent_mapping.math=code_execution_agent \\
+  +data.mixed_dataset.agent_mapping.nq=tool_agent {TOOL}server_url=http://h:30003 """
+LOOPS = "agent_loops: {code_execution_agent: {_target_: verl.experimental.agent_loop.CodeExecutionAgentLoop}}"
+BASES = {"verl": ("run.sh", VERL), "agentfly": ("run.txt", FLY), "mixed": ("run.sh", MIXED), "trl": ("run.py", TRL)}
+"""What the rows of the page's tables are added to."""
+FILES = {
+    "agent_val_frozen_lake.yaml": ROLL,
+    "run_agentic_pipeline.sh": "python start_agentic_pipeline.py --config_path . --config_name agent_val_frozen_lake\n",
+    "run_grpo.sh": VERL,
+    "overrides.txt": "actor_rollout_ref.rollout.n=8",
+    "run_statelm.sh": VERL + "actor_rollout_ref.rollout.agent.default_agent_loop=statelm_tool_agent",
+    "run_mixed_training.sh": MIXED,
+    "config/mixed_dataset_grpo.yaml": LOOPS,
+    "setup_cluster.sh": "MASTER_IP=10.0.0.1\nWORKER_NODES=(10.0.0.2)\n",
+    "train_example.sh": f"python3 -m verl.trainer.main_ppo {FLY}",
+    "train.py": TRL.format("max_steps=1"),
+    "command.sh": "accelerate launch --num_processes 2 train.py\n",
+    "script.py": "from stateset_agents import MultiTurnAgent\n",
+}
+"""The files that the page's commands read."""
+
+
+def migration_rows() -> list[tuple[str, str, str]]:
+    """System, their keys and our settings, of the tables whose head names a system and `here`."""
+    found, system = [], ""
+    for line in (ROOT / MIGRATE).read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if not line.startswith("|"):
+            system = ""
+        elif len(cells) == 2 and cells[1] == "here":
+            system = cells[0].lower().replace(" training", "")
+        elif system and "`" in line:
+            found += [(system, *(" ".join(re.findall("`([^`]*)`", cell)) for cell in cells))]
+    return found
+
+
+@pytest.fixture
+def their_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+
+@pytest.mark.parametrize(("system", "theirs", "ours"), migration_rows())
+@pytest.mark.usefixtures("their_files")
+def test_tables_of_the_migration_page_are_what_convert_does(system, theirs, ours):
+    if system == "roll":
+        Path("more.txt").write_text(theirs)
+        draft = convert("roll", [Path("agent_val_frozen_lake.yaml"), Path("more.txt")])
+    else:
+        name, text = BASES[system]
+        Path(name).write_text(text.format(theirs.replace(" ", ", ")) if system == "trl" else text + theirs)
+        draft = convert({"mixed": "verl"}.get(system, system), [Path(name)])
+    found = validate(RunConfig, draft.tree())
+    expected = [setting.partition("=") for setting in shlex.split(ours)]
+    assert expected
+    for path, _, value in expected:
+        node = found.model_dump(mode="json")
+        for part in path.split("."):
+            node = node[int(part)] if isinstance(node, list) else node[part]
+        assert node == yaml.safe_load(value), path
+    keys = {key.partition("=")[0].lstrip("+") for key in theirs.split()} if system != "trl" else ()
+    assert all(any(one.endswith(key) for one in draft.accounted()) for key in keys)
+
+
+@pytest.mark.usefixtures("their_files")
+def test_commands_of_the_migration_page_run_in_their_order():
+    lines = [line for block in blocks(MIGRATE, "") for line in block.splitlines()]
+    assert all(line.startswith("arborl ") for line in lines)
+    for line in lines:
+        done = CliRunner().invoke(app, shlex.split(line, comments=True)[1:])
+        assert done.exit_code == 0, (line, done.output)
 
 
 NAMED_TEST = re.compile(r"\b((?:tests/[\w/]+/)?test_\w+\.py)\b|::(test_\w+)(…?)")

@@ -344,6 +344,9 @@ class CommandLine:
     """Number of commands that start the script; the first is read."""
 
 
+LAUNCHERS = {"python", "python3", "accelerate", "torchrun"}
+
+
 def read_command(text: str, script: str, where: str, is_shell: bool) -> CommandLine:
     """The first command that starts `script`, in a shell script or in another text, such as a docstring."""
     commands = (
@@ -352,8 +355,11 @@ def read_command(text: str, script: str, where: str, is_shell: bool) -> CommandL
     found = []
     for words in commands:
         at = next((i for i, word in enumerate(words) if Path(word).name == script), None)
-        if at is not None and words[at + 1 : at + 2] and words[at + 1].startswith("--"):
-            found.append((words[:at], words[at + 1 :]))
+        if at is None:
+            continue
+        before, after = words[:at], words[at + 1 :]
+        if after[0].startswith("--") if after else is_shell and LAUNCHERS & {Path(word).name for word in before}:
+            found.append((before, after))
     if not found:
         return CommandLine(where=where)
     before, after = found[0]
