@@ -96,7 +96,8 @@ def test_a_script_of_agentfly_becomes_a_run_that_starts(written, monkeypatch):
 
 @pytest.mark.parametrize("name", agentfly.REWARDS)
 def test_every_reward_of_agentfly_becomes_one_that_is_there(name, tmp_path):
-    tools = "[webshop_browser]" if "webshop" in name else "[calculator]"
+    moves = {"webshop": "webshop_browser", "alfworld": "alfworld_step", "scienceworld": "scienceworld_explorer"}
+    tools = f"[{(moves | {'chess': 'chess_move'}).get(name.partition('_')[0], 'calculator')}]"
     (tmp_path / "fly.txt").write_text(
         f"agent.reward_name={name} data.train_files=rows.json agent.agent_type=hf agent.tools={tools}"
     )
