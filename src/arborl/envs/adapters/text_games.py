@@ -100,6 +100,8 @@ class CommandGame(TextGame):
 
 # ------------------------------------------------------------------------------------------------ TextWorld
 
+MAX_COMMAND, NO_COMMAND = 198, "That is not a command."
+"""Longest command in characters, and the answer to what cannot be one."""
 TEXTWORLD_LOCK = threading.RLock()
 """TextWorld's parsers belong to the process: one call at a time."""
 STATUS_LINE = re.compile(r"\n*>\s*(?:-= .*)?\Z|\n+Would you like to RESTART.*\Z", re.DOTALL)
@@ -219,6 +221,9 @@ class TextWorld(FileGame):
 
     async def step(self, action: Message) -> Step:
         command = self.command(action)
+        if not (command.isascii() and command.isprintable() and 0 < len(command) <= MAX_COMMAND):
+            self.text = NO_COMMAND  # the interpreter of the game fails at such texts
+            return self.answer(command, False, 0.0, False)
         valid = self.send(command)
         self.text = _without_status_line(self.state.feedback)
         most = self.state.get("max_score") or 1
@@ -387,9 +392,24 @@ def _alfworld_games(folder: Path, tasks: tuple[str, ...]) -> tuple[Path, ...]:
 # ------------------------------------------------------------------------------------------------ ScienceWorld
 
 
+JAVA_OPTIONS = "-XX:+UnlockExperimentalVMOptions -XX:hashCode=2"
+"""Equal hash codes of objects: ScienceWorld lists things in the order of their hashes, which otherwise is random."""
+JAVA_LOCK = threading.Lock()
+
+
 def _start_simulator() -> Any:
     """A Java process with ScienceWorld; starting one takes seconds."""
-    return require_package("scienceworld", "scienceworld").ScienceWorldEnv("")
+    start = require_package("scienceworld", "scienceworld").ScienceWorldEnv
+    with JAVA_LOCK:
+        usual = os.environ.get("JAVA_TOOL_OPTIONS")
+        os.environ["JAVA_TOOL_OPTIONS"] = " ".join(filter(None, (usual, JAVA_OPTIONS)))
+        try:
+            return start("")
+        finally:
+            if usual is None:
+                del os.environ["JAVA_TOOL_OPTIONS"]
+            else:
+                os.environ["JAVA_TOOL_OPTIONS"] = usual
 
 
 SIMULATORS = IdlePool(_start_simulator)
