@@ -67,7 +67,7 @@ def test_a_made_game_of_textworld_keeps_our_contract_and_its_policy_wins(cache):
     text, rewards, numbers = solve(textworld(cache), task)
     assert (rewards[-1], sum(rewards), numbers["success"], numbers["score"]) == (1.0, 1.0, 1.0, 1.0)
     assert "-=" in text
-    assert "TextWorld" not in text.splitlines()[0] or "task" in text  # no banner
+    assert "$$$$" not in text  # the banner is left out
     _, shaped, _ = solve(textworld(cache, step_reward=0.1), task)
     assert shaped == pytest.approx([0.1] * (len(rewards) - 1) + [1.1])
 
