@@ -63,11 +63,11 @@ def textworld(cache, **args):
 
 def test_a_made_game_of_textworld_keeps_our_contract_and_its_policy_wins(cache):
     task = Task("t", seed=3)
-    assert check_env(lambda: textworld(cache), task) == []
+    assert check_env(lambda: textworld(cache), task, seconds=300) == []  # compiling a game may take long
     text, rewards, numbers = solve(textworld(cache), task)
     assert (rewards[-1], sum(rewards), numbers["success"], numbers["score"]) == (1.0, 1.0, 1.0, 1.0)
     assert "-=" in text
-    assert "TextWorld" not in text.splitlines()[0] or "task" in text  # no banner
+    assert "$$$$" not in text  # the banner is left out
     _, shaped, _ = solve(textworld(cache, step_reward=0.1), task)
     assert shaped == pytest.approx([0.1] * (len(rewards) - 1) + [1.1])
 
