@@ -49,5 +49,5 @@ def test_the_oracle_wins_through_the_loop():
 
 def test_every_agent_in_the_table_can_be_built():
     for name in AGENTS:
-        own = {"command": ["python", "script.py"]} if name == "endpoint" else {}
+        own = {"command": ["python", __file__]} if name == "endpoint" else {}
         assert AGENTS.build(name, own, "agent.args")

@@ -69,8 +69,8 @@ def test_a_message_is_answered_on_standard_output() -> None:
     assert done.exit_code == 0, done.output
     assert done.stdout == "Five.\n"
     done = call("seedling", "--message", "word " * 600, *words, *SMALL[2:])
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert "no reply: context_full" in done.stderr
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "leave no room for a reply" in done.stderr
 
 
 def test_a_served_model_is_evaluated_with_a_local_one(seedling) -> None:

@@ -20,7 +20,7 @@ from arborl.learner.distributed.launch import check_ranks
 from arborl.learner.distributed.learner_group import LearnerGroup
 from arborl.learner.distributed.rank_group import close_connections_to
 from arborl.learner.distributed.rank_worker import LearnerSpec
-from arborl.learner.distributed.rendezvous import Rendezvous, check_versions
+from arborl.learner.distributed.rendezvous import RankHeartbeatMonitor, Rendezvous, check_versions
 
 CONFIG = LearnerConfig(lr=3e-5, decay="none", micro_batch_tokens=40)
 NEEDS = Fake("value").needs
@@ -108,6 +108,18 @@ def test_several_ranks_take_the_step_of_one(strategy, ranks, more):
             assert metrics["dropped/not_finite"] == len(groups[3].episodes)
             assert metrics["learner/steps"] == 2.0
         assert_went_alike(group, single)
+
+
+def test_a_learner_that_was_not_closed_does_not_keep_the_next_one_from_starting(monkeypatch, caplog):
+    monkeypatch.setattr(RankHeartbeatMonitor, "close", lambda monitor: 1 / 0)  # closing fails at its first step
+    with pytest.raises(ZeroDivisionError), world("ddp", 2, body(), NEEDS, CONFIG):
+        pass
+    assert not torch.distributed.is_initialized()  # the other steps were taken
+    monkeypatch.undo()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    with world("ddp", 2, body(), NEEDS, CONFIG) as group:
+        assert group.rendezvous.count == 2
+    assert "an earlier learner in this process was not closed" in caplog.text
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "more"), STRATEGIES)

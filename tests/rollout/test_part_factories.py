@@ -8,13 +8,14 @@ import inspect
 import pytest
 
 from arborl.config.load_config import load
+from arborl.envs import Env
 from arborl.errors import ConfigError
 from arborl.rewards import Rewards, reward
 from arborl.training_run.part_factory import RunPartFactory
 from arborl.types import Episode, Group, Message, Task
 
 
-class Board:
+class Board(Env):
     """An environment that changes what it was given."""
 
     blocking = False

@@ -132,7 +132,7 @@ def assert_same(metrics, gradients, models, loss) -> None:
     models.theirs.zero_grad()
     loss.backward()
     exact = loss.dtype == torch.float64
-    assert metrics["policy/loss"] == pytest.approx(loss.item(), abs=1e-9 if exact else 1e-6)
+    assert metrics["policy/loss"] == pytest.approx(loss.item(), abs=1e-9 if exact else 5e-6)
     largest = max(float(p.grad.abs().max()) for p in models.theirs.parameters())
     assert largest > 0.1
     for name, parameter in models.theirs.named_parameters():

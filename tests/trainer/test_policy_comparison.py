@@ -71,10 +71,10 @@ def test_two_policies_are_compared_on_their_common_tasks():
     second = result(*(group(str(n), float(n < 8)) for n in range(10)), name="two")
     (pair,) = compare_policies([first, second])
     assert (pair.first, pair.second, pair.metric, pair.tasks) == ("one", "two", "success", 10)
-    assert pair.difference == 0.8
+    assert pair.difference == -0.8  # the first minus the second
     assert pair.p == 2 / 2**8  # all eight differ to one side
     assert pair.low is not None
-    assert pair.low > 0
+    assert pair.high < 0
 
 
 def test_equal_policies_have_p_1():

@@ -28,6 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,7 +48,7 @@ from arborl.learner.core.teacher import Teacher
 from arborl.learner.core.tree_forward import model_costs
 from arborl.learner.distributed.rank_group import close_connections_to
 from arborl.learner.distributed.rank_worker import EXIT_LOST, RUN_ENDED, LearnerSpec, RankWorker, report_end
-from arborl.learner.distributed.rendezvous import Launcher, RankHeartbeatMonitor, Rendezvous
+from arborl.learner.distributed.rendezvous import Launcher, RankHeartbeatMonitor, Rendezvous, destroy_default_group
 from arborl.learner.distributed.sharding import make_strategy
 from arborl.models.output_heads import CriticInit
 from arborl.types import Floats, Ints, Metrics, Terms, TokenTree
@@ -178,13 +179,13 @@ class LearnerGroup(BaseLearner):
         except Exception:  # a rank is lost by now
             pass
         finally:
-            self.monitor.close()
-            report_end(self.rendezvous, 0, RUN_ENDED)
-            if self.launcher is not None:
-                self.launcher.stop()
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            self.rendezvous.close()
+            with ExitStack() as steps:  # from the last to the first, also if one fails
+                steps.callback(self.rendezvous.close)
+                steps.callback(destroy_default_group)
+                if self.launcher is not None:
+                    steps.callback(self.launcher.stop)
+                steps.callback(report_end, self.rendezvous, 0, RUN_ENDED)
+                steps.callback(self.monitor.close)
 
     def _publish(self) -> None:
         if self.learner.strategy.shards_weights and not self.fresh:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 import os
 import platform
 import secrets
@@ -34,6 +35,8 @@ import torch.distributed as dist
 from arborl.errors import ConfigError
 from arborl.learner.distributed.rank_group import ORDER_TIMEOUT, RankGroup, prove_connections, use_interface_of
 from arborl.learner.distributed.run_store import UNIX, JoinInfo, RunStore, StoreServer, hmac_sha256
+
+log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
 HEARTBEAT_TIMEOUT = 60.0
@@ -109,6 +112,8 @@ class Rendezvous:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self.restore_interfaces = use_interface_of(address)
+        if destroy_default_group():
+            log.warning("an earlier learner in this process was not closed; its connections are closed now")
         store = dist.PrefixStore("lines", self.store)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.count, timeout=ORDER_TIMEOUT)
         assert dist.group.WORLD is not None
@@ -121,6 +126,14 @@ class Rendezvous:
         self.restore_interfaces()
         if self.store.server is not None:
             self.store.server.close()
+
+
+def destroy_default_group() -> bool:
+    """Close the connections between ranks; returns whether there were any."""
+    is_open = dist.is_initialized()
+    if is_open:
+        dist.destroy_process_group()
+    return is_open
 
 
 def rank_versions(address: str = "") -> dict[str, str]:
