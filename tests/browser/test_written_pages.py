@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("playwright", reason="needs a browser: `make test-browser` installs what it takes and runs this")
 from playwright.sync_api import expect
 
-from arborl.view.comparison import write_comparison
+from arborl.view.comparison import settings_of, write_comparison
 from arborl.view.report import write_report
 from arborl.view.web.token_text import decoder_of
 
@@ -23,7 +23,7 @@ def files(root, tmp_path_factory):
     for run in (root / "a", root / "b"):
         (run / "summary.json").write_text(json.dumps({"before": {"success": 0.2}, "after": {"success": 0.7}}))
     write_report(root / "a", decoder_of(root / "a"), out=out / "report.html", pictures=out)
-    write_comparison([root / "a", root / "b"], out / "compare.html")
+    write_comparison(settings_of([root / "a", root / "b"]), out / "compare.html")
     return out
 
 

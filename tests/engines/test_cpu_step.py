@@ -9,6 +9,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from cases import IS_ARM
 from forked import Forked
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -148,7 +149,7 @@ def test_where_the_system_starts_no_more_threads_fewer_read_the_prompt(seedling,
     before = torch.get_num_threads()
     torch.set_num_threads(6)
     try:
-        same(converse(LocalEngine(model, 400), [{}], [333]), alone, 1e-4)  # other threads round differently
+        same(converse(LocalEngine(model, 400), [{}], [333]), alone, 1e-4 if IS_ARM else 0.0)
     finally:
         torch.set_num_threads(before)
     assert len(started) == 2

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import IS_ARM
 
 from arborl.algorithms import Recipe
 from arborl.config.algorithm_config import AlgorithmConfig
@@ -132,7 +133,7 @@ def assert_same(metrics, gradients, models, loss) -> None:
     models.theirs.zero_grad()
     loss.backward()
     exact = loss.dtype == torch.float64
-    assert metrics["policy/loss"] == pytest.approx(loss.item(), abs=1e-9 if exact else 5e-6)
+    assert metrics["policy/loss"] == pytest.approx(loss.item(), abs=1e-9 if exact else 5e-6 if IS_ARM else 1e-6)
     largest = max(float(p.grad.abs().max()) for p in models.theirs.parameters())
     assert largest > 0.1
     for name, parameter in models.theirs.named_parameters():

@@ -42,7 +42,7 @@ def test_seeds_of_one_setting_stand_together_with_their_interval(runs, tmp_path)
     assert (three.label, one.label) == ("learner.lr=0.001", "fast")
     add_metrics(runs[0], 9)  # the others are not so far yet
     assert [step for step, *_ in settings_of(runs)[0].band("reward/mean")] == [1, 2]
-    page = write_comparison(runs, tmp_path / "all.html").read_text()
+    page = write_comparison(settings_of(runs), tmp_path / "all.html").read_text()
     assert "0.700 (0.452–0.948)" in page  # Student's t over three seeds
     assert "0.500 (0.400–0.990)" in page  # of one seed, over its tasks
     assert "http" not in page.replace("http-equiv", "")
@@ -50,10 +50,10 @@ def test_seeds_of_one_setting_stand_together_with_their_interval(runs, tmp_path)
 
 
 def test_runs_without_success_are_compared_by_reward(runs, tmp_path):
-    assert "success before" in write_comparison(runs, tmp_path / "all.html").read_text()
+    assert "success before" in write_comparison(settings_of(runs), tmp_path / "all.html").read_text()
     for run in runs:
         (run / "summary.json").write_text(json.dumps({"before": {"reward": 0.25}, "after": {"reward": 0.75}}))
-    page = write_comparison(runs, tmp_path / "all.html").read_text()
+    page = write_comparison(settings_of(runs), tmp_path / "all.html").read_text()
     assert page.count("<td>0.750</td>") == len(runs) + 1  # of every run, and of the setting with one run
     assert "reward before" in page
     assert "success before" not in page
@@ -66,7 +66,7 @@ def test_the_interval_of_a_band_is_over_seeds(runs):
 
 def test_hostile_names_and_settings_are_text(runs, tmp_path):
     (runs[0] / "config.yaml").write_text(f'name: a\nseed: 1\nmodel: {{name: "{EVIL}"}}\n')
-    assert "<script>" not in write_comparison(runs, tmp_path / "all.html").read_text()
+    assert "<script>" not in write_comparison(settings_of(runs), tmp_path / "all.html").read_text()
 
 
 def test_a_stub_run_is_marked(runs):

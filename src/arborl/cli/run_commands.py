@@ -91,7 +91,8 @@ def compare(
 
     if len(runs) < 2:
         raise ConfigError("compare needs two runs. Write arborl compare RUN RUN …, or arborl report RUN.")
-    head, rows = held_out_table(settings_of(runs))
+    settings = settings_of(runs)
+    head, rows = held_out_table(settings)
     if rows:
         table = new_table(*head, left=head[:1], fold=head[:1])
         for row in rows:
@@ -101,7 +102,7 @@ def compare(
         console.print(table)
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        typer.echo(write_comparison(runs, out))
+        typer.echo(write_comparison(settings, out))
 
 
 # ------------------------------------------------------------------------------------------------ doctor

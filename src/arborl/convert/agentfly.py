@@ -32,13 +32,13 @@ AT_ONCE = {"alfworld": 8, "scienceworld": 48, "chess": 8}
 """Their numbers of concurrent environments, `max_global_num`."""
 ENV_ARGS: dict[str, dict[str, Any]] = {"scienceworld": {"tasks": [], "simplifications": ""}}
 """Their settings of an environment that no key has."""
-ASKED = {
+STATE_TOOLS = {
     "alfworld_get_task_objective": "the first observation has the task",
     "chess_get_state": "every observation has the board; the message `board` shows it again",
     "chess_get_legal_moves": "the message `moves` lists them",
 }
-"""Tools that only ask an environment."""
-LISTED = "alfworld_get_admissible_commands"
+"""Tools that only read the state of an environment, and what replaces them."""
+COMMANDS_TOOL = "alfworld_get_admissible_commands"
 ROWS = {
     "alfworld": "rows select games by task_id; the text of the episode is the game's",
     "scienceworld": "rows select tasks by task_name and variation_idx; the text of the episode is the simulator's",
@@ -130,8 +130,8 @@ def tools(draft: Draft, key: str, value: Any) -> None:
             draft.set(key, name, "env.name", ours, why)
             for argument, content in ENV_ARGS.get(ours, {}).items():
                 draft.set(key, name, f"env.args.{argument}", content)
-        elif ours is None and name in (*ASKED, LISTED):
-            _question(draft, key, name)
+        elif ours is None and name in (*STATE_TOOLS, COMMANDS_TOOL):
+            _query_tool(draft, key, name)
         elif ours is None:
             reason = next((text for start, text in ELSEWHERE.items() if name.startswith(start)), "no such tool here")
             own = f"--use {name}=package.module:function, or --use {name}=none to leave it out"
@@ -145,12 +145,12 @@ def tools(draft: Draft, key: str, value: Any) -> None:
         draft.set(key, value, "tools", found)
 
 
-def _question(draft: Draft, key: str, name: str) -> None:
-    """A tool that asks an environment: nothing is left to ask, or every observation has the answer."""
-    if str(_said(draft, "agent_type")).lower() == "action":
+def _query_tool(draft: Draft, key: str, name: str) -> None:
+    """A tool that reads the state of an environment: not needed, or a setting adds its answer to every observation."""
+    if str(_source_value(draft, "agent_type")).lower() == "action":
         draft.skip(key, name, "the action agent calls its first tool only")
-    elif name in ASKED:
-        draft.skip(key, name, ASKED[name])
+    elif name in STATE_TOOLS:
+        draft.skip(key, name, STATE_TOOLS[name])
     else:
         draft.set(key, name, "env.args.list_actions", True, "every observation lists the commands")
 
@@ -178,7 +178,7 @@ FAMILY = re.compile(r"qwen\d(?:\.\d)?|llama-?\d(?:\.\d)?|glm-\d|phi-\d|deepseek|
 
 def template(draft: Draft, key: str, value: Any) -> None:
     """A chat template by name: the model's own, or another one, which is not kept."""
-    name, model = str(value).lower(), str(_said(draft, "model_name_or_path") or draft.known(f"{M}path")).lower()
+    name, model = str(value).lower(), str(_source_value(draft, "model_name_or_path") or draft.known(f"{M}path")).lower()
     family = FAMILY.match(name)
     plain = re.compile(r"[-_.\s]")
     if family is None or plain.sub("", family[0]) not in plain.sub("", model.rpartition("/")[2]):
@@ -216,7 +216,7 @@ def length(path: str) -> Rule:
 
 def minibatch(draft: Draft, key: str, value: Any) -> None:
     """Chains of an optimiser step: AgentFly makes the chains itself, so that verl counts each as a row."""
-    tasks, chains = draft.source.get("data.train_batch_size"), _said(draft, "num_chains", 1)
+    tasks, chains = draft.source.get("data.train_batch_size"), _source_value(draft, "num_chains", 1)
     if not all(isinstance(one, int) and one > 0 for one in (tasks, chains, value)):
         draft.lose(key, value, "chains of an optimiser step, of a batch whose size is not given")
         return
@@ -233,7 +233,7 @@ def _key(draft: Draft, key: str) -> str:
     return next((name for name in layouts if name in draft.source), "")
 
 
-def _said(draft: Draft, key: str, otherwise: Any = None) -> Any:
+def _source_value(draft: Draft, key: str, otherwise: Any = None) -> Any:
     return draft.source.get(_key(draft, key), otherwise)
 
 
@@ -241,7 +241,7 @@ def _rows(draft: Draft, env: str) -> None:
     """Rows select the tasks of some environments; others make theirs."""
     if env in ROWS:
         draft.default("max_global_num", AT_ONCE[env], "rollout.concurrency", AT_ONCE[env])
-        if isinstance(context := _said(draft, "max_model_len"), int):
+        if isinstance(context := _source_value(draft, "max_model_len"), int):
             why = "rows are not the prompts, so the context is the only limit"
             draft.say("data.max_prompt_length", 512, "data.max_prompt_tokens", context, why)
         draft.lines = [replace(one, kind="changed", why=ROWS[env]) if one.path in DATA else one for one in draft.lines]
@@ -252,15 +252,15 @@ def _rows(draft: Draft, env: str) -> None:
 
 def _action_tags(draft: Draft, env: str) -> None:
     """What the action agent reads between its tags, and what its template writes around observations."""
-    kind = _said(draft, "agent_type")
+    kind = _source_value(draft, "agent_type")
     if str(kind).lower() != "action" or env not in ROWS:
         return
     why = "a reply without it is an illegal command; there it ends the episode"
     draft.set(_key(draft, "agent_type"), kind, "env.prompt.action_pattern", ACTION, why)
-    if system := _said(draft, "system_prompt"):
+    if system := _source_value(draft, "system_prompt"):
         why = "it describes the commands, so the environment's own rules are left out"
         draft.set(_key(draft, "system_prompt"), system, "env.prompt.instruction", "", why)
-    if _said(draft, "template") == "action-agent":
+    if _source_value(draft, "template") == "action-agent":
         why = "the first observation too; the chat template is the model's own"
         draft.lines = [line for line in draft.lines if not line.key.endswith(".template")]
         draft.set(_key(draft, "template"), "action-agent", "env.prompt.observation", OBSERVATION, why)
@@ -273,10 +273,10 @@ def after(draft: Draft) -> None:
         _rows(draft, env)
         if not settings.get("tools") and settings.get("agent.name") in ("tool", "react"):
             draft.lines = [line for line in draft.lines if line.path != "agent.name"]
-            kind = _said(draft, "agent_type")
+            kind = _source_value(draft, "agent_type")
             draft.set(_key(draft, "agent_type"), kind, "agent.name", "chat", "its moves are messages")
         _action_tags(draft, env)
-        most = _said(draft, "max_turns")
+        most = _source_value(draft, "max_turns")
         if isinstance(most, int):
             settings.pop("agent.args.max_tool_rounds", None)
             settings["env.args.max_steps"] = most
@@ -286,15 +286,17 @@ def after(draft: Draft) -> None:
                 else line
                 for line in draft.lines
             ]
-    elif settings.get("agent.name") == "chat" and str(_said(draft, "agent_type")).lower() == "action":
+    elif settings.get("agent.name") == "chat" and str(_source_value(draft, "agent_type")).lower() == "action":
         why = f"acts in an environment, and no tool names one. Known: {', '.join(ENVIRONMENTS)}."
         draft.refuse("agent.agent_type", "action", why)
-    elif str(_said(draft, "reward_name")).lower() in ENV_REWARDS and settings.get("rewards"):
-        draft.refuse(reward_key, _said(draft, "reward_name"), "is that of an environment, and no tool names one.")
+    elif str(_source_value(draft, "reward_name")).lower() in ENV_REWARDS and settings.get("rewards"):
+        draft.refuse(
+            reward_key, _source_value(draft, "reward_name"), "is that of an environment, and no tool names one."
+        )
     if "rewards" not in settings:
         draft.refuse(reward_key, None, f"names no reward. Write one of {', '.join(REWARDS)}; or your own with --use.")
     for key in ("max_model_len", "generation_config.max_tokens"):
-        if isinstance(most := _said(draft, key), int):  # before what verl's own lengths say
+        if isinstance(most := _source_value(draft, key), int):  # takes precedence over verl's own lengths
             settings["sampling.max_context" if key == "max_model_len" else "sampling.max_tokens"] = most
     if settings.get("agent.name") == "code" and "python" in settings.get("tools", ()):
         draft.undo("tools", "what the code agent runs anyway")

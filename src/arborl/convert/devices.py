@@ -90,7 +90,7 @@ def place(draft: Draft, request: DeviceRequest, gpus: int | None = None) -> None
     count = min(gpus or request.gpus, MAX_DEVICES)
     planner = _planner(draft)
     if count == 1:
-        _one_device(draft, request, planner, asked=gpus == 1)
+        _one_device(draft, request, planner, is_requested=gpus == 1)
     else:
         _several(draft, request, planner, count)
     _other_models(draft, request)
@@ -115,9 +115,9 @@ def _planner(draft: Draft) -> RunPlanner | str:
     return error
 
 
-def _one_device(draft: Draft, request: DeviceRequest, planner: RunPlanner | str, asked: bool) -> None:
+def _one_device(draft: Draft, request: DeviceRequest, planner: RunPlanner | str, is_requested: bool) -> None:
     """One process: no ranks, the engine beside the learner."""
-    why = "one GPU, as --gpus says" if asked and request.gpus > 1 else ""
+    why = "one GPU, as --gpus says" if is_requested and request.gpus > 1 else ""
     offload = request.offload
     if why and not isinstance(planner, str):
         offload = "none" if planner.fits(1)[0].fits else "all"

@@ -63,7 +63,7 @@ DEFAULT_OPTIONS = GroupOptions()
 
 
 class EpisodeObserver(Protocol):
-    """Is told of episodes while a batch is collected. Raises `RunStopped` to end the run."""
+    """Receives the start and the end of episodes while a batch is collected. Raises `RunStopped` to end the run."""
 
     def on_start(self, task: Task) -> None: ...
 

@@ -162,7 +162,7 @@ class Rollout:
         self.firsts, self.dropped_failures = FirstFailureLogger(log), list[Episode]()
         self.agent_names: dict[str | None, str] = {}
         self.observer: EpisodeObserver | None = None
-        """Told of the start and the end of every episode of a batch."""
+        """Receives the start and the end of every episode of a batch."""
         self.engine_time = BusyTime()
         self.stuck_before = abandoned_calls.hanging()
         """Calls of other components of this process that hung before the rollout started."""
@@ -337,19 +337,19 @@ def attribute(error: EpisodeError, episode: Episode, agent: str, limits: Episode
         calls = (
             "`await model.chat(…)`, `await env.reset(…)` and `await env.step(…)`" if where.startswith("agent") else ""
         )
-        told = TypeError(f"`await` is missing before a call ({cause}){f'. Write {calls}' if calls else ''}")
-        return EpisodeError(where, told.with_traceback(cause.__traceback__))
+        await_error = TypeError(f"`await` is missing before a call ({cause}){f'. Write {calls}' if calls else ''}")
+        return EpisodeError(where, await_error.with_traceback(cause.__traceback__))
     num_calls = len(episode.calls)
     is_endless = where.startswith("agent") or (where == ENGINE and num_calls >= MANY_CALLS)
     if not is_endless or not isinstance(cause, TimeoutError) or not str(cause).startswith(EPISODE):
         return error
     seconds = sum(call.completion.seconds for call in episode.calls) / max(num_calls, 1)
-    told_late = TimeoutError(
+    deadline_error = TimeoutError(
         f"it did not end within rollout.episode_seconds={limits.episode_seconds:g}: {num_calls} model calls of "
         f"{seconds:.2g} s and {len(episode.turns)} environment steps. Let it return, or write a larger "
         "rollout.episode_seconds"
     )
-    return EpisodeError(f"agent {agent!r}", told_late.with_traceback(cause.__traceback__))
+    return EpisodeError(f"agent {agent!r}", deadline_error.with_traceback(cause.__traceback__))
 
 
 class ReducedGarbageCollection:

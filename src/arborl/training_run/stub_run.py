@@ -197,7 +197,7 @@ def _row(source: RowsConfig, number: int, label: str, is_letter: bool) -> dict[s
     """A row with the columns that rewards of the library, and offline algorithms, read."""
     question, answer = f"What is {number + 7} - {number}?", LETTER if is_letter else ANSWER
     truth: Any = {"inputs": ["3 4"], "outputs": ["7"]} if label in CODE_SOURCES else answer
-    said = {"role": "assistant", "content": f"The answer is {answer}."}
+    reply = {"role": "assistant", "content": f"The answer is {answer}."}
     row: dict[str, Any] = {
         source.question: question,
         "prompt": question,
@@ -211,15 +211,15 @@ def _row(source: RowsConfig, number: int, label: str, is_letter: bool) -> dict[s
         "test_cases": json.dumps(TESTS),
         "instruction_id_list": ["punctuation:no_comma"],
         "kwargs": [{}],
-        "completion": said["content"],
-        "chosen": said["content"],
+        "completion": reply["content"],
+        "chosen": reply["content"],
         "rejected": "I do not know.",
         "label": True,
         "extra_info": {"index": number},
     }
     if isinstance(source, DataConfig) and source.by:
         row[source.by] = label
-    messages = [{"role": "user", "content": question}, said]
+    messages = [{"role": "user", "content": question}, reply]
     for field, path in source.fields.items():
         _put(row, path.split("."), messages if field == "messages" else row.get(field))
     return row

@@ -59,9 +59,9 @@ class SettingRuns:
         return result
 
 
-def write_comparison(folders: Sequence[Path], out: Path) -> Path:
-    """Write the comparison page of two or more run folders."""
-    settings = settings_of(folders)
+def write_comparison(settings: Sequence[SettingRuns], out: Path) -> Path:
+    """Write the comparison page of runs grouped by setting (`settings_of`)."""
+    folders = [run for setting in settings for run in setting.runs]
     curves = ""
     with TemporaryDirectory() as drawn:
         if picture := _picture(settings, Path(drawn) / "curves.png"):
