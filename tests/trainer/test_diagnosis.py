@@ -30,6 +30,8 @@ CASES = {
     "cut_off": FLAT | {"call/cut_off": 1.0, "episode/valid": 0.0},
     "all_invalid": FLAT | {"episode/valid": 0.0, "episode/success": 0.0},
     "no_tools": FLAT | {"episode/tool/offered": 0.0, "episode/tool/calls": 0.0},
+    "calls_cut_off": FLAT
+    | {"episode/tool/calls": 0.6, "episode/tool/failed": 0.6, "episode/tool/malformed": 0.6, "call/cut_off": 0.4},
     "tools_fail": FLAT | {"episode/tool/offered": 1.0, "episode/tool/calls": 2.0, "episode/tool/failed": 2.0},
     "all_solved": FLAT | {"episode/success": 1.0},
     "none_solved": FLAT | {"episode/success": 0.0},
@@ -119,6 +121,13 @@ RUNS = {
     "prompts_too_long": {"env": Yes(opening="word " * 400), "sampling.max_context": 100, "sampling.max_tokens": 8},
     "model_not_called": {"env": Yes(), "agent": silent},
     "no_tools": {"env": Yes(), "agent": "tool"},
+    "calls_cut_off": {
+        "env": Yes(),
+        "agent": "tool",
+        "tools": [divide],
+        "sampling.max_tokens": 8,
+        "engine.args.replies": [CALL, "Yes."],
+    },
     "tools_fail": {"env": Yes(), "agent": "tool", "tools": [divide], "engine.args.replies": [CALL]},
     "filtered": {"env": Yes(), "rollout.group_filter": "varied"},
 }

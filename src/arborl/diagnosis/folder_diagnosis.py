@@ -171,6 +171,7 @@ EVIDENCE_SCORES: dict[str, Callable[[Episode], float]] = {
     "length_explodes": lambda episode: episode.sampled,
     "all_invalid": lambda episode: 1.0 - episode.metrics.get("valid", 0.0),
     "format_lost": lambda episode: 1.0 - episode.metrics.get("valid", 1.0),
+    "calls_cut_off": _num_cut_off,
     "tools_fail": _num_failed_calls,
     "calls_unreadable": _num_failed_calls,
     "tool_misused": _num_failed_calls,

@@ -10,6 +10,8 @@ from arborl.diagnosis.finding import RULE_TEXTS
 from arborl.types import Metrics
 
 NEARLY_ALL = 0.9
+OFTEN_CUT_OFF = 0.3
+"""Share of completions that end at `sampling.max_tokens`, from which on malformed tool calls are ascribed to it."""
 
 
 class StepMetrics:
@@ -67,6 +69,9 @@ STEP_CONDITIONS: dict[str, Callable[[StepMetrics], bool]] = {
     "cut_off": lambda step: step.is_one("call/cut_off") and (not step.has_updated or step.is_zero("episode/valid")),
     "all_invalid": lambda step: step.is_zero("episode/valid"),
     "no_tools": lambda step: step.is_zero("episode/tool/offered") and not step.has_updated,
+    "calls_cut_off": lambda step: (
+        step("call/cut_off") >= OFTEN_CUT_OFF and 0 < step("episode/tool/calls") <= step("episode/tool/malformed")
+    ),
     "tools_fail": lambda step: (
         step("episode/tool/calls") > 0 and step("episode/tool/failed") >= step("episode/tool/calls")
     ),
