@@ -67,11 +67,13 @@ def test_a_link_out_of_the_docs_leads_to_a_page_of_the_site(site):
 
 QUESTIONS = {
     "OOM": "memory-and-speed", "out of memory": "memory-and-speed", "quickstart": "getting-started",
-    "SFT": "offline", "DPO": "offline", "LoRA": "memory-and-speed", "multi-GPU": "scale-out", "FSDP": "scale-out",
+    "SFT": "offline", "DPO": "offline", "LoRA": "lora-7b", "multi-GPU": "scale-out", "FSDP": "scale-out",
     "resume checkpoint": "resume", "wandb": "tracking", "vLLM": "engines", "own tool": "tools",
     "own environment": "environments", "custom reward": "rewards", "reward model": "rewards", "convert verl": "migrate",
     "JSON schema": "serve", "MCP": "tools", "async staleness": "async", "hyperparameter search": "tuning",
     "chat template": "chat", "GRPO advantage": "algorithms", "learner.lr": "configuration", "metrics": "run-folder",
+    "flat reward": "flat-reward", "reward does not rise": "flat-reward", "laptop": "laptop", "CPU training": "laptop",
+    "Qwen2.5-7B": "lora-7b", "eight GPUs": "eight-gpus",
 }  # fmt: skip
 
 

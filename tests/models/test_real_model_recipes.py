@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import re
 from pathlib import Path
@@ -16,9 +17,10 @@ from arborl.seedling.problem_transcripts import working
 from arborl.seedling.transcript_rows import mixed_transcript_rows, transcript_rows
 from arborl.tools.library.calculator import calculator
 from arborl.training_run import train
+from arborl.types import Call, Completion, Episode, FinishReason, Message, Task, ToolCall, Turn
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-FILES = sorted(str(file.relative_to(RECIPES)) for file in RECIPES.glob("smollm2-*/*.yaml"))
+FILES = sorted(name for file in RECIPES.glob("*/*.yaml") if "smollm2" in (name := str(file.relative_to(RECIPES))))
 SMALL = ("track.tensorboard=false", "track.gifs=0", "evaluation.tasks=4", "rollout.group_size=2", "trainer.steps=400",
          "rollout.tasks_per_step=4")  # fmt: skip
 
@@ -33,14 +35,15 @@ def needs(config: RunConfig) -> None:
 def test_a_recipe_is_understood_and_has_a_readme_that_names_its_command(file):
     config = load(RECIPES / file)
     assert config.model.name == "smollm2"
-    assert config.evaluation.tasks >= 48
+    assert config.evaluation.tasks >= 24
     assert f"arborl train recipes/{file}" in (RECIPES / file).with_name("README.md").read_text()
     assert f"arborl train recipes/{file}" in (RECIPES / file).read_text()
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_small_run_of_a_recipe_with_the_embedded_model_ends(file, tmp_path):
-    few = ["model.name=seedling", *SMALL, *(["model.lora.rank=0"] if "laptop" in file else [])]
+def test_a_small_run_of_a_recipe_with_the_embedded_model_ends(file, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend((RECIPES / file).parent)
+    few = ["model.name=seedling", "model.lora.rank=0", *SMALL]
     config = load(RECIPES / file, [*few, f"output_dir={tmp_path / 'run'}"])
     needs(config)
     train(with_few_demonstrations(config), stub=True)
@@ -115,3 +118,26 @@ def test_several_kinds_are_mixed_by_their_counts():
     parts = [{"kind": "frozen_lake", "count": 3, "skill": 1.0}, {"kind": "calculator", "count": 2}]
     rows = mixed_transcript_rows(parts, seed=5)
     assert rows == [*transcript_rows(3, 5, "frozen_lake", 1.0), *transcript_rows(2, 5, "calculator")]
+
+
+def test_the_rewards_of_the_recipes_with_a_module_of_their_own(monkeypatch):
+    monkeypatch.syspath_prepend(RECIPES / "own-tool")
+    monkeypatch.syspath_prepend(RECIPES / "smollm2-laptop")
+    catalogue, sums = importlib.import_module("catalogue"), importlib.import_module("sums")
+
+    def episode(text, *products):
+        calls = tuple(ToolCall("1", "price", {"product": product}) for product in products)
+        reply = Call([1], Completion([2], [0.0], FinishReason.STOP), turn=0, reply=Message("assistant", "", calls))
+        return Episode("e", Task("t"), turns=[Turn(Message("assistant", text))], calls=[reply])
+
+    def price_reward(*given):
+        return sum(catalogue.right_price.function(episode(*given), answer=31, product="oak lamp").values())
+
+    assert price_reward("It costs 31.", "oak lamp") == 1.0
+    assert price_reward("It costs 31.", "oak bowl") == pytest.approx(0.8)
+    assert price_reward("It costs 30.", "the Oak lamp") == pytest.approx(0.2)
+    assert price_reward("") == 0.0
+    assert [sums.close.function(episode(text), answer=31) for text in ("31", "1 + 30 = 30", "?")] == [1.0, 0.5, 0.0]
+    assert all(set(row["messages"][0]) == {"role", "content"} for row in catalogue.transcripts())
+    asked = {row["product"] for row in catalogue.questions()}
+    assert not [row for row in catalogue.transcripts() if any(name in row["messages"][0]["content"] for name in asked)]

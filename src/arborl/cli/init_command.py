@@ -79,7 +79,7 @@ def recipe_files(name: str) -> tuple[Mapping[Path, str], str]:
     known = sorted(folder.name for folder in recipes.iterdir() if folder.is_dir())
     if name not in known:
         raise ConfigError(f"--recipe {name}: unknown.{did_you_mean(name, known)} Known: {', '.join(known)}.")
-    found = [file for file in recipes.joinpath(name).iterdir() if file.name.endswith((".yaml", ".md"))]
+    found = [file for file in recipes.joinpath(name).iterdir() if file.name.endswith((".yaml", ".md", ".py"))]
     texts = {Path("recipes", name, file.name): file.read_text(encoding="utf-8") for file in found}
     head = texts[Path("recipes", name, "run.yaml")].partition("\nname:")[0]
     return texts, "\n".join(line.removeprefix("#").removeprefix(" ") for line in head.splitlines())
