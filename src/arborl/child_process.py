@@ -100,11 +100,6 @@ class StartedCommand:
         with suppress(ProcessLookupError):
             self.child.terminate()
 
-    async def stop(self) -> None:
-        """Kill the whole process tree and wait for its end."""
-        self.terminate()
-        await self.close()
-
     async def close(self) -> None:
         """Wait for the end of all processes, then close the streams."""
         await _wait_for_end(self.child)

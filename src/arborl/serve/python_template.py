@@ -496,12 +496,16 @@ def _compile(path: str) -> types.CodeType:
     return compile(source, path, "exec", dont_inherit=True)
 
 
+def _remove_frames(error: BaseException) -> types.TracebackType | None:
+    """Remove the frames of this file from the traceback of an exception; returns the traceback."""
+    while error.__traceback__ is not None and error.__traceback__.tb_frame.f_code.co_filename == __file__:
+        error.__traceback__ = error.__traceback__.tb_next
+    return error.__traceback__
+
+
 def _report(error: BaseException) -> NoReturn:
     """End as an interpreter does after an uncaught exception."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next
-    error.__traceback__ = frames
+    frames = _remove_frames(error)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, frames
     try:
         sys.excepthook(type(error), error, frames)
@@ -509,7 +513,7 @@ def _report(error: BaseException) -> NoReturn:
         raise
     except BaseException as other:
         sys.stderr.write("Error in sys.excepthook:\n")
-        sys.__excepthook__(type(other), other, other.__traceback__)
+        sys.__excepthook__(type(other), other, _remove_frames(other))
         sys.stderr.write("\nOriginal exception was:\n")
         sys.__excepthook__(type(error), error, frames)
     if isinstance(error, KeyboardInterrupt):

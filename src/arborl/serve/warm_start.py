@@ -272,8 +272,10 @@ class Template:
 
     async def close(self) -> None:
         """End the template and its episodes, and wait for their end."""
+        command = StartedCommand(self.child, asyncio.StreamReader(), self._stdout)
+        command.terminate()  # before the template ends by itself: asyncio may lose the exit code of an ended process
         self.control.close()
-        await StartedCommand(self.child, asyncio.StreamReader(), self._stdout).stop()
+        await command.close()
 
 
 class ForkedCommand(StartedCommand):
@@ -346,7 +348,7 @@ def _settings(command: PythonCommand, folder: str, variables: list[str], control
     script = command.script
     return {
         "control": control, "variables": variables, "skipped": {}, "words": command.words, "options": command.options,
-        "script": script, "file": script and os.path.join(folder, script.removeprefix("./")),
+        "script": script, "file": script and os.path.join(folder, script),
         "module": command.module, "arguments": command.arguments,
         "child_process": os.path.abspath(child_process.__file__),
     }  # fmt: skip
