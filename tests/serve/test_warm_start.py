@@ -89,7 +89,8 @@ SCRIPTS = {
             "descriptors": [os.fstat(number).st_mode for number in (0, 1, 2)], "open": len(os.listdir("/proc/self/fd")),
             "streams": [[one.encoding, one.errors, one.line_buffering, one.write_through, one.seekable(), one.isatty()]
                         for one in (sys.stdin, sys.stdout, sys.stderr)],
-            "builtins": repr(__builtins__), "group": os.getpgid(0) == os.getppid(), "session": os.getsid(0) == os.getppid(), "umask": os.umask(0),
+            "builtins": repr(__builtins__),
+            "group": os.getpgid(0) == os.getppid(), "session": os.getsid(0) == os.getppid(), "umask": os.umask(0),
         }, indent=1, sort_keys=True))
     """,
     "exit_code": "import sys\nprint('before')\nsys.exit(3)",
