@@ -56,8 +56,8 @@ class EndpointAgent(Agent):
         for name, value, minimum in (("max_calls", max_calls, 1), ("processes", processes, 0)):
             if value < minimum:
                 raise ValueError(f"{name}={value}: must be at least {minimum}")
-        if warm is not None and command is None:
-            raise ValueError("warm: it applies to command only. Leave it out")
+        if warm not in (None, True, False) or (warm is not None and command is None):
+            raise ValueError(f"warm={warm!r}: write true or false, with command only")
         self.program = _make_program(command, call, url, processes or 4 * (os.cpu_count() or 1), warm)
         self.answer, self.max_calls = answer, max_calls
         self.address: tuple[str, int, str | None] = (host, port, public.rstrip("/") if public else None)

@@ -121,7 +121,10 @@ class WarmStart:
 
     async def _template(self, command: PythonCommand, environment: Mapping[str, str], variables: list[str]) -> Template:
         """The template of a command, started on the first call and after a change."""
-        place = (dict(environment), os.getcwd(), variables)
+        try:
+            place = (dict(environment), os.getcwd(), variables)
+        except FileNotFoundError:
+            raise TemplateError("the working folder was removed") from None
         template = self._templates.get(command)
         if template is not None and not template.is_current(place):
             del self._templates[command]
