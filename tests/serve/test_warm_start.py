@@ -457,6 +457,27 @@ def test_an_episode_whose_supervisor_is_killed_fails_and_its_process_ends(folder
     assert asyncio.run(run()) == "failed: its supervisor was killed"
 
 
+def test_an_episode_that_stopped_its_supervisor_can_be_cancelled(folder, monkeypatch):
+    monkeypatch.setattr("arborl.serve.warm_start.CLOSE_SECONDS", 0.3)
+    text = SLEEPS.replace("time.sleep(float", "os.kill(os.getppid(), 19); time.sleep(float")
+    words = [sys.executable, write(folder / "script.py", text), "pids", "600"]
+
+    async def run():
+        warm = WarmStart()
+        try:
+            running = asyncio.create_task(warm.run(words, b"x", environment(folder), {}))
+            pid, _ = await started("pids")
+            running.cancel()
+            await asyncio.wait([running])
+            while Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
+                await asyncio.sleep(0.02)
+            return running.cancelled()
+        finally:
+            await warm.close()
+
+    assert asyncio.run(run())
+
+
 RUNNER = """
 import asyncio, json, sys
 from arborl.serve.warm_start import WarmStart

@@ -428,7 +428,7 @@ def _supervise(supervisor: types.ModuleType, stdin: int, stdout: int, line: int)
             raise InChild(request)
         for descriptor in (stdin, stdout, writing):
             os.close(descriptor)
-        os.write(line, b"started\n")
+        os.write(line, b"started %d\n" % os.getpid())
         return child, reading
 
     def report(code: int, lines: bytes) -> None:

@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import shlex
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -287,14 +288,16 @@ class ForkedCommand(StartedCommand):
     def __init__(self, line: socket.socket, stdin: int, output: asyncio.StreamReader, transport: asyncio.ReadTransport):
         self.line, self.stdin, self.output, self.transport = line, stdin, output, transport
         self._reader: asyncio.StreamReader | None = None
+        self._supervisor: int | None = None
 
     async def start(self, request: Mapping[str, Any]) -> None:
         """Send the request and wait until the process runs."""
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self.line)
         try:
             self._writer.write(json.dumps(request).encode() + b"\n")
-            if await self._reader.readline() != b"started\n":
+            if not (words := (await self._reader.readline()).split()):
                 raise TemplateError("its template ended")
+            self._supervisor = int(words[1])
         except OSError as error:
             raise TemplateError(f"its template ended ({error})") from error
 
@@ -335,11 +338,17 @@ class ForkedCommand(StartedCommand):
         self.transport.close()
 
     async def _read_to_end(self) -> None:
+        """A supervisor that is stopped or stuck is killed, and its process ends with it."""
         assert self._reader is not None
-        with suppress(OSError, TimeoutError):
-            async with asyncio.timeout(CLOSE_SECONDS):
-                while await self._reader.read(2**16):
-                    pass
+        for _ in range(2):
+            with suppress(OSError, TimeoutError):
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    while await self._reader.read(2**16):
+                        pass
+                return
+            if self._supervisor is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(self._supervisor, signal.SIGKILL)
 
 
 def can_fork() -> bool:
