@@ -80,9 +80,9 @@ class WarmStart:
     """Runs commands, those of Python in forks of a template."""
 
     def __init__(self) -> None:
-        self._templates: dict[PythonCommand, Template] = {}
-        self._starting: dict[PythonCommand, asyncio.Task[Template]] = {}
-        self._replaced: set[Template] = set()
+        self._templates: dict[PythonCommand, TemplateProcess] = {}
+        self._starting: dict[PythonCommand, asyncio.Task[TemplateProcess]] = {}
+        self._replaced: set[TemplateProcess] = set()
         self._deaths: dict[PythonCommand, int] = {}
         self._cold: set[PythonCommand] = set()
 
@@ -120,7 +120,9 @@ class WarmStart:
         self._replaced.clear()
         await asyncio.gather(*(template.close() for template in templates))
 
-    async def _template(self, command: PythonCommand, environment: Mapping[str, str], variables: list[str]) -> Template:
+    async def _template(
+        self, command: PythonCommand, environment: Mapping[str, str], variables: list[str]
+    ) -> TemplateProcess:
         """The template of a command, started on the first call and after a change."""
         try:
             place = (dict(environment), os.getcwd(), variables)
@@ -141,9 +143,9 @@ class WarmStart:
         with paused_deadlines():
             return await asyncio.shield(starting)
 
-    async def _start(self, command: PythonCommand, place: tuple[dict[str, str], str, list[str]]) -> Template:
+    async def _start(self, command: PythonCommand, place: tuple[dict[str, str], str, list[str]]) -> TemplateProcess:
         try:
-            template = self._templates[command] = await Template.start(command, *place)
+            template = self._templates[command] = await TemplateProcess.start(command, *place)
         finally:
             del self._starting[command]
         name = shlex.join(command.words)
@@ -153,7 +155,7 @@ class WarmStart:
             log.info("command %s: imports after %s are made in each episode", name, template.report["stop"])
         return template
 
-    def _failed(self, command: PythonCommand, template: Template | None, error: TemplateError) -> None:
+    def _failed(self, command: PythonCommand, template: TemplateProcess | None, error: TemplateError) -> None:
         """Count the death of a template. A command whose template did not start, or died too often, is run without
         one from now on, with one warning."""
         if template is not None and self._templates.get(command) is template:
@@ -172,7 +174,7 @@ class WarmStart:
         )
 
 
-class Template:
+class TemplateProcess:
     """A template process under a supervisor, and the socket over which it gets episodes."""
 
     def __init__(self, child: asyncio.subprocess.Process, control: socket.socket, place: Any, stdout: Any):
@@ -183,7 +185,7 @@ class Template:
     @classmethod
     async def start(
         cls, command: PythonCommand, environment: dict[str, str], folder: str, variables: list[str]
-    ) -> Template:
+    ) -> TemplateProcess:
         """Start a template and wait for its imports."""
         ours, theirs = socket.socketpair()
         _, stdout, write_end = await output_pipe()
