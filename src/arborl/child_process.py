@@ -29,7 +29,7 @@ from contextlib import suppress
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # the script imports little, to start fast
     import asyncio
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 STDERR_LINES, STDERR_LINE_BYTES = 20, 4096
 KEEP_STDERR = "--keep-stderr"
@@ -38,6 +38,7 @@ KILL_SECONDS = 10.0
 """Time limit for killing descendants; the kernel may hold a process longer."""
 TRACKER_SECONDS = 5.0
 """Time in which Python's `resource_tracker` may free shared memory; it ends by itself after the processes it serves."""
+MAX_OUTPUT = 2**20
 DRAIN_SECONDS = 1.0
 """Time to read the rest of standard output after the end of the command: a process elsewhere may hold the pipe."""
 
@@ -62,7 +63,7 @@ async def run_command(
     stdin: bytes = b"",
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
-    max_output: int = 2**20,
+    max_output: int = MAX_OUTPUT,
 ) -> bytes:
     """Run a supervised command and return its standard output. Cancellation kills the whole process tree.
 
@@ -70,26 +71,59 @@ async def run_command(
         CommandFailed: exit code other than 0 (with the last lines of standard error), more than `max_output` bytes of
             output, or the timeout.
     """
+    return await communicate(await _start(command, env), stdin, timeout, max_output)
+
+
+class StartedCommand:
+    """A supervised command that runs, with its standard streams."""
+
+    def __init__(
+        self,
+        child: asyncio.subprocess.Process,
+        output: asyncio.StreamReader,
+        transport: asyncio.ReadTransport,
+    ):
+        self.child, self.output, self.transport = child, output, transport
+
+    async def write(self, stdin: bytes) -> None:
+        assert self.child.stdin is not None
+        self.child.stdin.write(stdin)
+        self.child.stdin.close()
+
+    async def read_failure(self) -> str | None:
+        """What the supervisor reports at the end; None after exit code 0."""
+        assert self.child.stderr is not None
+        errors = await self.child.stderr.read()  # only the supervisor holds this pipe
+        return errors.decode(errors="replace").strip() if errors else None  # asyncio may not know the exit code
+
+    def terminate(self) -> None:
+        with suppress(ProcessLookupError):
+            self.child.terminate()
+
+    async def close(self) -> None:
+        """Wait for the end of all processes, then close the streams."""
+        await _wait_for_end(self.child)
+        self.transport.close()
+
+
+async def communicate(command: StartedCommand, stdin: bytes, timeout: float | None, max_output: int) -> bytes:
+    """Standard output of a started command; raises as `run_command`."""
     import asyncio
 
     output = bytearray()
-    child, reader, transport = await _start(command, env)
-    assert child.stdin is not None
-    assert child.stderr is not None
 
     async def read_output() -> None:
-        while part := await reader.read(2**16):  # to the end: a full pipe would delay the end of the process
+        while part := await command.output.read(2**16):  # to the end: a full pipe would delay the end of the process
             if len(output) <= max_output:
                 output.extend(part)
                 if len(output) > max_output:
-                    _terminate(child)
+                    command.terminate()
 
     reading, ended = asyncio.create_task(read_output()), False
     try:
         async with asyncio.timeout(timeout):
-            child.stdin.write(stdin)
-            child.stdin.close()
-            errors = await child.stderr.read()  # only the supervisor holds this pipe
+            await command.write(stdin)
+            failure = await command.read_failure()
             await asyncio.wait([reading], timeout=DRAIN_SECONDS)
             ended = True
     except TimeoutError:
@@ -97,28 +131,22 @@ async def run_command(
     finally:
         reading.cancel()
         if not ended:
-            _terminate(child)
-        await _wait_for_end(child)
-        transport.close()
+            command.terminate()
+        await command.close()
     if len(output) > max_output:
         raise CommandFailed(f"it printed more than {max_output:,} bytes")
-    if errors:  # asyncio does not always know the exit code after a signal
-        raise CommandFailed(errors.decode(errors="replace").strip())
+    if failure is not None:
+        raise CommandFailed(failure)
     return bytes(output)
 
 
-async def _start(
-    command: Sequence[str], env: Mapping[str, str] | None
-) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.ReadTransport]:
-    """The process and its standard output, which is not a pipe of asyncio's subprocess: asyncio reports the end of a
-    process only after those are closed."""
+async def _start(command: Sequence[str], env: Mapping[str, str] | None) -> StartedCommand:
+    """Standard output is not a pipe of asyncio's subprocess: asyncio reports the end of a process only after those are
+    closed."""
     import asyncio
 
-    read_end, write_end = os.pipe()
-    reader, pipe = asyncio.StreamReader(), asyncio.subprocess.PIPE
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", 0)
-    )
+    pipe = asyncio.subprocess.PIPE
+    output, transport, write_end = await output_pipe()
     try:
         child = await asyncio.create_subprocess_exec(
             *supervised_command(command), stdin=pipe, stdout=write_end, stderr=pipe, env=env, start_new_session=True
@@ -128,7 +156,23 @@ async def _start(
         raise
     finally:
         os.close(write_end)
-    return child, reader, transport
+    return StartedCommand(child, output, transport)
+
+
+async def output_pipe() -> tuple[asyncio.StreamReader, asyncio.ReadTransport, int]:
+    """A pipe: its reader, the transport to close, and the descriptor to write to."""
+    import asyncio
+
+    read_end, write_end = os.pipe()
+    reader = asyncio.StreamReader()
+    try:
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", 0)
+        )
+    except BaseException:
+        os.close(write_end)
+        raise
+    return reader, transport, write_end
 
 
 async def _wait_for_end(child: asyncio.subprocess.Process) -> None:
@@ -144,11 +188,6 @@ async def _wait_for_end(child: asyncio.subprocess.Process) -> None:
                 child.kill()
 
 
-def _terminate(child: asyncio.subprocess.Process) -> None:
-    with suppress(ProcessLookupError):
-        child.terminate()
-
-
 # ------------------------------------------------------------------------------------------------ the script
 
 
@@ -158,7 +197,7 @@ def main() -> None:
     supervisor = os.fork()
     if supervisor == 0:
         os.close(writing)
-        supervise(reading)
+        supervise_command(reading)
     os.close(reading)
     _close_passed()
     pipe = [writing]
@@ -189,29 +228,53 @@ def end_as(code: int) -> None:
     os._exit(code & 0xFF)
 
 
-def supervise(pipe: int) -> None:
-    """Run the command until it ends or the pipe closes, then kill its descendants."""
+def supervise_command(pipe: int) -> None:
+    """Supervise the command of `sys.argv`."""
+    keeps_stderr = sys.argv[1] == KEEP_STDERR
+    command = sys.argv[1 + keeps_stderr :]
+
+    def start() -> tuple[int, int | None]:
+        try:  # descriptors that the caller passed are for the command
+            child = subprocess.Popen(command, stderr=None if keeps_stderr else subprocess.PIPE, close_fds=False)
+        except OSError as error:
+            raise OSError(f"{command[0]}: {error.strerror}") from error
+        _close_passed()
+        child.returncode = 0  # `supervise` waits for it
+        return child.pid, None if child.stderr is None else os.dup(child.stderr.fileno())
+
+    def report(code: int, lines: bytes) -> None:
+        if code and (lines or not keeps_stderr):
+            os.write(2, b"%s (exit code %d)\n" % (lines, code))
+
+    supervise(pipe, start, report)
+
+
+def supervise(pipe: int, start: Callable[[], tuple[int, int | None]], report: Callable[[int, bytes], None]) -> None:
+    """Run a command until it ends or the pipe closes, then kill its descendants and end as the command did.
+
+    Args:
+        pipe: the descriptor whose end kills the command.
+        start: starts the command; returns its process id and the descriptor of its standard error.
+        report: is called with the exit code and the last lines of standard error, unless the pipe was closed.
+    """
     os.setsid()  # signals to the process group of the front process do not reach the supervisor
     with suppress(AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     lines: deque[bytes] = deque(maxlen=STDERR_LINES)
     cancelled, code = threading.Event(), 127
-    keeps_stderr = sys.argv[1] == KEEP_STDERR
-    command = sys.argv[1 + keeps_stderr :]
-    try:  # descriptors that the caller passed are for the command
-        child = subprocess.Popen(command, stderr=None if keeps_stderr else subprocess.PIPE, close_fds=False)
+    try:
+        child, errors = start()
     except OSError as error:
-        lines.append(f"{command[0]}: {error.strerror}".encode())
+        lines.append(str(error).encode())
     else:
-        _close_passed()
-        reader = threading.Thread(target=_read_stderr, args=(child, lines), daemon=True)
+        reader = threading.Thread(target=_read_stderr, args=(errors, lines), daemon=True)
         reader.start()
         threading.Thread(target=_kill_when_closed, args=(pipe, cancelled, child), daemon=True).start()
         code = _wait(child)
         reader.join(0.1)
-    if code and not cancelled.is_set() and (lines or not keeps_stderr):
+    if not cancelled.is_set():
         with suppress(OSError):
-            os.write(2, b"%s (exit code %d)\n" % (b"".join(lines.copy()).rstrip(), code))
+            report(code, b"".join(lines.copy()).rstrip())
     kill_descendants()
     end_as(code)
 
@@ -224,23 +287,25 @@ def _close_passed() -> None:
                 os.close(int(name))
 
 
-def _read_stderr(child: subprocess.Popen[bytes], lines: deque[bytes]) -> None:
-    if (stderr := child.stderr) is not None:
-        lines.extend(iter(lambda: stderr.readline(STDERR_LINE_BYTES), b""))
+def _read_stderr(errors: int | None, lines: deque[bytes]) -> None:
+    if errors is not None:
+        with os.fdopen(errors, "rb") as file:
+            lines.extend(iter(lambda: file.readline(STDERR_LINE_BYTES), b""))
 
 
-def _kill_when_closed(pipe: int, cancelled: threading.Event, child: subprocess.Popen[bytes]) -> None:
-    os.read(pipe, 1)
+def _kill_when_closed(pipe: int, cancelled: threading.Event, child: int) -> None:
+    with suppress(OSError):  # a socket may be reset
+        os.read(pipe, 1)
     cancelled.set()
     with suppress(ProcessLookupError):
-        os.kill(child.pid, signal.SIGKILL)
+        os.kill(child, signal.SIGKILL)
 
 
-def _wait(child: subprocess.Popen[bytes]) -> int:
+def _wait(child: int) -> int:
     """Exit code of the command; adopted descendants are reaped meanwhile."""
     while True:
         pid, status = os.waitpid(-1, 0)
-        if pid == child.pid:
+        if pid == child:
             return os.waitstatus_to_exitcode(status)
 
 

@@ -398,6 +398,8 @@ def test_an_http_program_receives_each_task(loaded, waiting_program):
         (["agent.args.call=endpoint_programs:post"], "has the parameter 'url'; available: question"),
         (["agent.args.url=h:1"], "is not a valid address"),
         (["agent.args.command=[python]", "agent.args.max_calls=0"], "max_calls=0: must be at least 1"),
+        (["agent.args.command=[python]", "agent.args.warm=perhaps"], "warm='perhaps': write true or false"),
+        (["agent.args.url=http://h", "agent.args.warm=true"], "warm=True: write true or false, with command only"),
         (["agent.args.command=[python]", "agent.args.cmd=1"], "agent.args.cmd: unknown argument"),
         (["agent.args.command=[python]", "tools=[calculator]"], "the program has its own tools and prompts"),
         (["agent.args.command=[python]", "agent.system=Hello"], "agent.system: with agent=endpoint"),

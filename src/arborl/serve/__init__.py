@@ -12,6 +12,8 @@ In reading order:
     sessions.py           Sessions with a trained agent
     session_routes.py     `/v1/agents`
     episode_server.py     Training episodes of external programs over HTTP
+    python_template.py    Script: imports the packages of a Python command once and forks for each episode
+    warm_start.py         Commands in forks of such a process
     external_programs.py  Programs as processes, functions or HTTP services
     endpoint_agent.py     Agent `endpoint`
     api_server.py         The application of `arborl serve`, health, metrics, and its uvicorn server

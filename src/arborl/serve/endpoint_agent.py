@@ -31,6 +31,7 @@ class EndpointAgent(Agent):
             `reply`: always the model's last message.
         max_calls: model calls of an episode; further ones are errors.
         processes: processes of `command` at once; 0 for four per core.
+        warm: fork the processes of a Python `command` from one that has imported its packages; by default on Linux.
         host, port: address to listen on; port 0 for any free one.
         public: URL for programs if it differs from that address: `http://10.0.0.5:8123`.
     """
@@ -43,6 +44,7 @@ class EndpointAgent(Agent):
         answer: Literal["program", "reply"] = "program",
         max_calls: int = 64,
         processes: int = 0,
+        warm: bool | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         public: str | None = None,
@@ -54,7 +56,9 @@ class EndpointAgent(Agent):
         for name, value, minimum in (("max_calls", max_calls, 1), ("processes", processes, 0)):
             if value < minimum:
                 raise ValueError(f"{name}={value}: must be at least {minimum}")
-        self.program = _make_program(command, call, url, processes or 4 * (os.cpu_count() or 1))
+        if warm not in (None, True, False) or (warm is not None and command is None):
+            raise ValueError(f"warm={warm!r}: write true or false, with command only")
+        self.program = _make_program(command, call, url, processes or 4 * (os.cpu_count() or 1), warm)
         self.answer, self.max_calls = answer, max_calls
         self.address: tuple[str, int, str | None] = (host, port, public.rstrip("/") if public else None)
 
@@ -111,11 +115,11 @@ class EndpointAgent(Agent):
                 program.exception()  # mark as retrieved
 
 
-def _make_program(command: Any, call: str | None, url: str | None, max_processes: int) -> Any:
+def _make_program(command: Any, call: str | None, url: str | None, max_processes: int, warm: bool | None) -> Any:
     try:
         from arborl.serve.external_programs import CommandProgram, FunctionProgram, HttpProgram
     except ImportError as error:
         raise ConfigError(f"agent=endpoint needs {error.name}. Install it: pip install 'arborl[serve]'.") from error
     if command is not None:
-        return CommandProgram(command, max_processes)
+        return CommandProgram(command, max_processes, warm)
     return FunctionProgram(call) if call is not None else HttpProgram(str(url))

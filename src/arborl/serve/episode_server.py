@@ -43,6 +43,7 @@ from arborl.serve.openai_routes import openai_routes
 from arborl.serve.parsing import RequestWorkers, bounded_route
 from arborl.serve.schemas import RewardRequest, StepRequest
 from arborl.serve.session_routes import message_object
+from arborl.serve.warm_start import WarmStart
 from arborl.tools.remote.http_middleware import PendingConnections, RequestFilter, uvicorn_config
 from arborl.types import Call, Message, Sampling, Task, ToolSpec
 
@@ -258,6 +259,7 @@ class EpisodeServer:
 
     def __init__(self, host: str, port: int, public_url: str | None = None):
         self.episodes: dict[str, ExternalEpisode] = {}
+        self.warm_start = WarmStart()
         self._slots: dict[int, asyncio.Semaphore] = {}
         try:
             self.socket = socket.create_server((host, port), backlog=1024, family=_address_family(host))
@@ -303,6 +305,7 @@ class EpisodeServer:
             for server in getattr(self._server, "servers", ()):
                 server.close()
             self.socket.close()
+            await self.warm_start.close()
 
     def _find(self, id: str) -> ExternalEpisode:
         if (episode := self.episodes.get(id)) is None:

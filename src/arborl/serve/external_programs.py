@@ -13,7 +13,7 @@ import shlex
 import shutil
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ from arborl.child_process import CommandFailed, run_command
 from arborl.errors import paused_deadlines
 from arborl.registry import load
 from arborl.serve.episode_server import ExternalEpisode
+from arborl.serve.warm_start import can_fork
 from arborl.tools.core.background_threads import run_in_thread
 from arborl.tools.remote.http_connections import HttpConnections
 
@@ -49,9 +50,15 @@ class ExternalProgram(Protocol):
 
 class CommandProgram:
     """A process per task. It reads the question from standard input and the URL from its environment, and prints its
-    answer. The process and its children are ended with the episode."""
+    answer. The process and its children are ended with the episode.
 
-    def __init__(self, words: Sequence[str], max_processes: int):
+    Args:
+        words: the program and its arguments.
+        max_processes: processes at once.
+        warm: fork the processes of a Python program from one that has imported its packages; None: on Linux.
+    """
+
+    def __init__(self, words: Sequence[str], max_processes: int, warm: bool | None = None):
         if isinstance(words, str) or not words or not all(isinstance(word, str) for word in words):
             raise ValueError(f"command: write a list of words such as [python, script.py], not {words!r}")
         if shutil.which(words[0], path=_path()) is None:
@@ -60,7 +67,7 @@ class CommandProgram:
             raise ValueError(f"command: there is no file {words[1]!r} in {Path.cwd()}. Write the path of the program")
         self.words = list(words)
         self.name = shlex.join(Path(word).name if word.startswith("/") else word for word in words)
-        self.max_processes = max_processes
+        self.max_processes, self.is_warm = max_processes, can_fork() if warm is None else warm
 
     async def play(self, episode: ExternalEpisode, url: str) -> str | None:
         assert episode.server is not None
@@ -68,27 +75,38 @@ class CommandProgram:
         with paused_deadlines():
             await slots.acquire()
         try:
-            return await self._run(episode.question, self._environment(episode, url))
+            return await self._run(episode, url)
         finally:
             slots.release()
 
-    async def _run(self, question: str, environment: Mapping[str, str]) -> str | None:
+    async def _run(self, episode: ExternalEpisode, url: str) -> str | None:
+        assert episode.server is not None
+        question = episode.question.encode("utf-8", "replace")
+        common, variables = self._environment(url), self._variables(episode, url)
         try:
-            output = await run_command(self.words, question.encode("utf-8", "replace"), environment)
+            if self.is_warm:
+                output = await episode.server.warm_start.run(self.words, question, common, variables)
+            else:
+                output = await run_command(self.words, question, {**common, **variables})
         except CommandFailed as error:
             *details, reason = str(error).split("\n")
             raise ProgramError("\n".join([reason, *details])) from None
         return output.decode(errors="replace").strip() or None
 
-    def _environment(self, episode: ExternalEpisode, url: str) -> dict[str, str]:
+    def _environment(self, url: str) -> dict[str, str]:
+        """Environment variables that are equal in all episodes."""
+        hosts = [os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or "", urlsplit(url).hostname or ""]
+        no_proxy = ",".join(filter(None, hosts))
+        variables = {"OPENAI_API_KEY": API_KEY, "PATH": _path(), "NO_PROXY": no_proxy, "no_proxy": no_proxy}
+        return {**os.environ, **variables}
+
+    def _variables(self, episode: ExternalEpisode, url: str) -> dict[str, str]:
+        """Environment variables of an episode."""
         task = json.dumps(episode.task_object())
-        variables = {
-            "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": API_KEY,
-            "ARBORL_EPISODE_URL": url, "PATH": _path(),
+        return {
+            "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_BASE": f"{url}/v1", "ARBORL_EPISODE_URL": url,
             "ARBORL_TASK": task if len(task) <= MAX_TASK_BYTES else json.dumps({"id": episode.task.id, "url": url}),
         }  # fmt: skip
-        hosts = [os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or "", urlsplit(url).hostname or ""]
-        return {**os.environ, **variables, **dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(filter(None, hosts)))}
 
 
 class FunctionProgram:
