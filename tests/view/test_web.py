@@ -67,7 +67,12 @@ def test_a_run_may_be_viewed_alone_and_configurations_are_compared(web, root):
 
 def test_series_have_steps_and_seconds(web):
     found = ask(web, "series", run=["a"], name=["reward/mean", "evaluation/success", "not there"])["a"]
-    assert found["reward/mean"] == {"step": [1, 2, 3], "seconds": [2.0, 4.0, 6.0], "value": [0.1, 0.2, 0.3]}
+    assert found["reward/mean"] == {
+        "step": [1, 2, 3],
+        "seconds": [2.0, 4.0, 6.0],
+        "tokens": [0, 0, 0],
+        "value": [0.1, 0.2, 0.3],
+    }
     assert found["evaluation/success"]["step"] == [3]
     assert "not there" not in found
 
