@@ -158,7 +158,7 @@ export function chart({ title, lines, much = 0, xName = "step", board = null, wi
 
   /** A range within the whole; null if it is all of it. */
   function narrowed([from, to]) {
-    const [low, high] = scale.whole, wide = Math.min(to - from, high - low);
+    const [low, high] = board?.whole ?? scale.whole, wide = Math.min(to - from, high - low);
     if (!(wide > 0) || wide >= high - low) return null;
     const begin = Math.min(Math.max(from, low), high - wide);
     return [begin, begin + wide];
@@ -178,7 +178,7 @@ export function chart({ title, lines, much = 0, xName = "step", board = null, wi
   const place = (event) => event.clientX - plot.getBoundingClientRect().left;
   const valueAt = (pixels) => Math.min(scale.x1, Math.max(scale.x0, scale.x0 + ((pixels - LEFT) / (scale.width - LEFT - RIGHT)) * (scale.x1 - scale.x0)));
   const select = (from, to) => { const box = plot.querySelector(".selection"); box?.setAttribute("x", Math.min(from, to)); box?.setAttribute("width", Math.abs(to - from)); };
-  plot.addEventListener("pointerdown", (event) => { if (scale && event.button === 0) { drag = place(event); plot.setPointerCapture(event.pointerId); } });
+  plot.addEventListener("pointerdown", (event) => { if (scale && event.button === 0) { drag = place(event); plot.classList.add("dragged"); plot.setPointerCapture(event.pointerId); } });
   plot.addEventListener("pointermove", (event) => {
     if (!scale) return;
     const at = valueAt(place(event));
@@ -188,6 +188,7 @@ export function chart({ title, lines, much = 0, xName = "step", board = null, wi
   const dropped = (event) => {
     const from = drag;
     drag = null;
+    plot.classList.remove("dragged");
     select(-9, -9);
     if (from !== null && event.type === "pointerup" && Math.abs(place(event) - from) >= DRAG) zoom([valueAt(from), valueAt(place(event))].sort((a, b) => a - b));
   };
@@ -218,11 +219,11 @@ export function chart({ title, lines, much = 0, xName = "step", board = null, wi
   return api;
 }
 
-/** What the charts of a page share: one cursor, and one range of the horizontal axis (`view`, null: all). */
-export function newBoard({ view = null, onZoom = () => {} } = {}) {
+/** What the charts of a page share: one cursor, and one range of the horizontal axis (`view`, null: all) within `whole` (null: what is drawn). */
+export function newBoard({ view = null, whole = null, onZoom = () => {} } = {}) {
   const charts = new Set();
   const board = {
-    charts, view,
+    charts, view, whole,
     point: (x, who) => charts.forEach((one) => one.point(x, one === who)),
     zoom: (range) => { board.view = range; onZoom(range); charts.forEach((one) => one.draw()); },
   };
