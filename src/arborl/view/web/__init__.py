@@ -5,7 +5,7 @@ folders.py         Run folders: list, state, differences of configurations, metr
 series.py          Metrics as series for charts, and means over seeds
 index.py           The SQLite index of a run's episodes
 episode.py         One episode as JSON
-conversation.py    An episode as a conversation: each message, tool call and result once
+episode_turns.py   An episode as a conversation: each message, tool call and result once
 group.py           The token tree of a group, and where two episodes diverge
 gradient.py        The tokens with the largest gradient in a step
 token_text.py      Token ids as text

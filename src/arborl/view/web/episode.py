@@ -12,7 +12,7 @@ from arborl.rollout.term_store import VALUE_COLUMNS, Columns, gradient_norms
 from arborl.tokens import Tokens
 from arborl.track.folder_files import parse_json
 from arborl.types import NOT_SAMPLED, Call, Episode
-from arborl.view.web.conversation import conversation
+from arborl.view.web.episode_turns import conversation
 from arborl.view.web.token_text import Decode, pieces
 
 MAX_CALLS = 2000

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from arborl.types import Call, Completion, Episode, FinishReason, Message, Task, ToolCall, Turn
-from arborl.view.web.conversation import conversation, parts_of
+from arborl.view.web.episode_turns import conversation, parts_of
 
 QUESTION = Message("user", "What is 1 + 2?")
 
