@@ -1,9 +1,11 @@
 """The viewer: a local web application for finished and running runs. It writes only an index.
 
 app.py             The HTTP application and its server
-folders.py         Run folders: list, state, differences of configurations, metrics as series
+folders.py         Run folders: list, state, differences of configurations, metrics
+series.py          Metrics as series for charts, and means over seeds
 index.py           The SQLite index of a run's episodes
 episode.py         One episode as JSON
+episode_turns.py   An episode as a conversation: each message, tool call and result once
 group.py           The token tree of a group, and where two episodes diverge
 gradient.py        The tokens with the largest gradient in a step
 token_text.py      Token ids as text
