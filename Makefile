@@ -90,6 +90,7 @@ smollm2: setup
 docs: setup
 	@echo "== documentation: build/site/index.html"
 	@$(BIN)/python -m website
+	@$(BIN)/python -m website.site_pages
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 lint: setup

@@ -1,10 +1,9 @@
-"""The documentation site: pages that are written from the source, and what MkDocs needs beside them.
+"""The documentation site: pages that are generated from the source, and the pages as the site's generator reads them.
 
-In reading order:
-
-    __main__.py  `python -m website` writes the generated pages of docs/
-    commands.py  The page of the command line's verbs and options
-    public.py    The page of the public names of `arborl`
-    rooms.py     The page of the rooms of the source
-    links.py     MkDocs' hook: links out of docs/ lead somewhere on the site too
+__main__.py    `python -m website` writes the generated pages of docs/
+commands.py    The page of the commands and their options
+public.py      The page of the public names of `arborl`
+packages.py    The page of the packages of the source
+notebooks.py   Notebooks: run them, and their pages
+site_pages.py  `python -m website.site_pages` writes all pages of the site, with links that work there
 """

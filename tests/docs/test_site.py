@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from website.__main__ import PAGES
+from website.site_pages import write_pages
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -30,14 +31,15 @@ def site(tmp_path_factory):
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
 
-    folder = tmp_path_factory.mktemp("site")
+    folder, pages = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("pages")
+    write_pages(pages)
     complaints: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: complaints.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("mkdocs").addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_MKDOCS_2_WARNING", "1")
-        build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder)))
+        build(load_config(str(ROOT / "mkdocs.yml"), docs_dir=str(pages), site_dir=str(folder)))
     logging.getLogger("mkdocs").removeHandler(handler)
     return folder, complaints
 

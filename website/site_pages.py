@@ -1,62 +1,61 @@
-"""What the site adds to the files of docs/: links out of that folder lead somewhere.
+"""The pages of the site: `python -m website.site_pages` writes them to build/docs, for any generator of static sites.
 
-Pages are written to be read as plain files in the repository, where a link may lead to a README, a recipe or a source
-file. On the site such a file is a page too: Markdown as it is, anything else as a listing, a folder as the list of what
-is in it. The README is the home page, and a notebook is a page with what it printed and drew.
+Pages of docs/ are written to be read as plain files in the repository, where a link may lead to a README, a recipe or a
+source file. On the site such a file is a page too: Markdown as it is, anything else as a listing, a folder as the list
+of what is in it. The README is the home page, and a notebook is a page with what it printed and drew. Links are
+rewritten accordingly.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
-
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files, InclusionLevel
-from mkdocs.structure.pages import Page
 
 from website import notebooks
 
 ROOT = Path(__file__).parents[1]
 FRONT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
-"""Pages of the repository's root that stand in the navigation."""
+"""Pages of the repository's root that are in the navigation."""
 FENCED = re.compile(r"(^(?:````.*?^````|```.*?^```)|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 METRIC_TABLE = re.compile(r"^\| metric \| meaning \|\n\|---\|---\|\n(?P<rows>(?:\|.*\n)+)", re.MULTILINE)
 HIGHLIGHTED = {".py": "python", ".yaml": "yaml", ".c": "c", ".json": "json"}
 
 
-origins: dict[str, str] = {}
-"""Of the pages that are added: their place on the site, and the file or folder of the repository."""
+def write_pages(folder: Path) -> None:
+    """Write all pages and images of the site to a folder, which is emptied first."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", folder, ignore=shutil.ignore_patterns("*.md", "*.ipynb"))
+    for origin in origins():
+        path = folder / place(origin)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page(origin), encoding="utf-8")
 
 
-def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add every file of the repository that a page, or a page added for one, leads to."""
-    books = [f"docs/tutorials/{path.name}" for path in sorted(notebooks.FOLDER.glob("*.ipynb"))]
-    waiting = [*FRONT, *books, *(f"docs/{file.src_uri}" for file in files.documentation_pages())]
-    known = set(waiting)
+def origins() -> list[str]:
+    """Files and folders of the repository that become pages: those of docs/, and whatever a page links to."""
+    files = sorted(path for path in (ROOT / "docs").rglob("*") if path.suffix in (".md", ".ipynb"))
+    waiting = [*FRONT, *(path.relative_to(ROOT).as_posix() for path in files)]
+    known = list(waiting)
     while waiting:
-        origin = waiting.pop()
-        if not origin.startswith("docs/") or origin in books:
-            added = File.generated(config, place(origin), content=content(origin))
-            added.inclusion = InclusionLevel.INCLUDED if origin in (*FRONT, *books) else InclusionLevel.NOT_IN_NAV
-            files.append(added)
-            origins[added.src_uri] = origin
-        new = {found for found in targets(origin) if not found.startswith("docs/")} - known
-        known |= new
-        waiting += sorted(new)
-    return files
+        found = dict.fromkeys(targets(waiting.pop()))
+        new = [one for one in found if not one.startswith("docs/") and one not in known]
+        known += new
+        waiting += new
+    return known
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links as the site needs them: from where the page is on it to where the target is; and the page's rank in the
-    search: guides above results and references."""
-    page.meta["search"] = {"boost": search_boost(page.file.src_uri)}
-    if page.file.src_uri == "run-folder.md":
+def page(origin: str) -> str:
+    """The Markdown of a page, with its weight in the search: guides above results and references."""
+    markdown = content(origin)
+    if origin == "docs/run-folder.md":
         markdown = METRIC_TABLE.sub(metric_headings, markdown)
-    return relinked(markdown, origins.get(page.file.src_uri, f"docs/{page.file.src_uri}"))
+    return f"---\nsearch:\n  boost: {search_boost(place(origin))}\n---\n{relinked(markdown, origin)}"
 
 
 def metric_headings(table: re.Match[str]) -> str:
@@ -126,3 +125,7 @@ def relinked(markdown: str, origin: str) -> str:
 
     parts = FENCED.split(markdown)
     return "".join(part if index % 2 else LINK.sub(changed, part) for index, part in enumerate(parts))
+
+
+if __name__ == "__main__":
+    write_pages(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "docs")
