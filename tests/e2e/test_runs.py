@@ -88,9 +88,10 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, number, code):
 
 
 def test_stub_runs_the_whole_loop_and_leaves_everything_a_run_leaves(stub):
-    for name in ("config.yaml", "metrics.jsonl", "summary.json", "curve.png", "report.html", "frames/episode-1.gif",
+    for name in ("config.yaml", "metrics.jsonl", "summary.json", "curve.png", "report.html", "frames/episodes.json",
                  "episodes/step-000003.jsonl", "checkpoints/step-000003/MANIFEST", "tensorboard"):  # fmt: skip
         assert (stub / name).exists(), name
+    assert any((stub / "frames").glob("step-000003-*#0.gif"))
     summary = json.loads((stub / "summary.json").read_text())
     assert summary["seed"] == 7
     assert summary["steps"] == 3

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -44,6 +46,14 @@ def test_training_episodes_are_drawn_every_so_many_steps(folder):
     assert all(name.endswith(".gif") for name in names)
     names = sorted(path.name for path in (folder / "validation").iterdir())
     assert [name[:11] for name in names] == [f"step-{step:06}" for step in (0, 0, 2, 2, 3, 3)]
+
+
+def test_every_gif_is_listed_with_the_id_of_its_episode_which_is_also_in_its_name(folder):
+    listed = json.loads((folder / "episodes.json").read_text())
+    assert set(listed) == {str(path.relative_to(folder)) for path in folder.rglob("*.gif")}
+    for file, (kind, step, episode) in listed.items():
+        assert kind == ("train" if file.startswith("train/") else "evaluation")
+        assert Path(file).name == f"step-{step:06}-{episode.replace('/', '-')}.gif"
 
 
 def test_the_words_stand_beside_the_frames(folder):
@@ -109,7 +119,7 @@ def test_an_episode_that_cannot_be_drawn_is_reported_and_costs_nothing_else(tmp_
         for name in "ab"
     ]
     written = asyncio.run(EpisodeRenderer(episode_factories, lambda ids: "", tmp_path, 1, 4).draw("train", 7, groups))
-    assert [path.name for path in written] == ["step-000007-b-0.gif"]
+    assert [path.name for path in written] == ["step-000007-b#0.gif"]
     assert "episode a#0 could not be rendered" in caplog.text
 
 

@@ -110,7 +110,7 @@ def test_words_of_tasks_models_and_errors_are_escaped(run, how):
 
 def test_the_last_steps_show_their_best_beside_their_worst_one_between_and_one_that_failed(run):
     page = read(write_report(run, last_steps=2))
-    shown = re.findall(r"step (\d) · task (\w+)", page.text)
+    shown = re.findall(r"step (\d) · episode (\w+)", page.text)
     assert shown == [
         *[("2", "s2e7"), ("2", "s2e0"), ("2", "s2e3"), ("2", "broken")],
         *[("1", "s1e7"), ("1", "s1e0"), ("1", "s1e3"), ("1", "broken")],

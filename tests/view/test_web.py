@@ -67,9 +67,28 @@ def test_a_run_may_be_viewed_alone_and_configurations_are_compared(web, root):
 
 def test_series_have_steps_and_seconds(web):
     found = ask(web, "series", run=["a"], name=["reward/mean", "evaluation/success", "not there"])["a"]
-    assert found["reward/mean"] == {"step": [1, 2, 3], "seconds": [2.0, 4.0, 6.0], "value": [0.1, 0.2, 0.3]}
+    assert found["reward/mean"] == {
+        "step": [1, 2, 3],
+        "seconds": [2.0, 4.0, 6.0],
+        "tokens": [0, 0, 0],
+        "value": [0.1, 0.2, 0.3],
+    }
     assert found["evaluation/success"]["step"] == [3]
     assert "not there" not in found
+
+
+def test_seeds_of_one_setting_have_a_mean_with_a_band(web, tmp_path):
+    for number in (1, 2):
+        made_run(tmp_path / f"s{number}", seed=number, steps=1)
+        add_metrics(tmp_path / f"s{number}", 2, m=float(number))
+    made_run(tmp_path / "other", lr=0.5, steps=1)
+    found = ask(opened(tmp_path), "bands", run=["s1", "other", "s2"], name=["m"], band="range")
+    assert [group["runs"] for group in found] == [["s1", "s2"], ["other"]]
+    assert (found[0]["changes"], found[0]["seeds"]) == ("learner.lr=0.001", [1, 2])
+    mean = found[0]["means"]["m"]
+    assert (mean["step"], mean["value"], mean["low"], mean["high"]) == ([2], [1.5], [1.0], [2.0])
+    assert found[1]["means"] == {}
+    assert web.get("/api/bands", params={"run": "a", "name": "m", "band": "other"}).status_code == 422
 
 
 @pytest.mark.parametrize(
@@ -108,8 +127,11 @@ def test_episodes_are_ordered_and_paged(web):
 
 def test_an_episode_has_its_conversation_and_its_tokens_with_their_numbers(web):
     found = ask(web, "episode", **HERE)
-    assert found["turns"][0]["observation"][0]["content"] == f"moved Right {EVIL}"
-    assert found["turns"][1]["message"]["content"].endswith(CONTROL)
+    looked = found["conversation"][2]
+    assert [part.get("text") for part in looked["parts"]] == ["<answer>Right</answer>", None]
+    assert looked["parts"][1]["call"]["result"] == f"moved Right {EVIL}"
+    assert found["conversation"][-1]["parts"][0]["text"].endswith(CONTROL)
+    assert found["turns"] == 2
     first, second = found["calls"]
     assert "".join(first["sampled"]["text"]) == "<answer>Right</answer>"
     assert first["repeats"] == [-1, 0]

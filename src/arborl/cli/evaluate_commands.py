@@ -258,7 +258,7 @@ class EpisodePrinter:
         self.console, self.renderer, self.ids = console, renderer, ids
 
     def show(self, episode: Episode) -> None:
-        self._print(f"task {episode.task.id}   episode seed {episode.seed}", "bold")
+        self._print(f"episode {episode.id}   seed {episode.seed}", "bold")
         earlier: list[Tokens] = []
         for number, call in enumerate(episode.calls):
             self._show_call(number, call, earlier)

@@ -6,10 +6,11 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from arborl.rollout.runner import EpisodeFactories
+from arborl.track.folder_files import Unreadable, read_json, replace_file
 from arborl.trainer.trainer import Trainer
 from arborl.training_run.build import RunParts
 from arborl.types import Episode, Group, Metrics
@@ -24,18 +25,35 @@ async def write_artifacts(parts: RunParts, home: Path, episodes: Sequence[Episod
     rendered: dict[str, tuple[str, int, str]] = {}
     written = {"run folder": home, "summary": home / "summary.json", "metrics": home / "metrics.jsonl"}
     try:
-        for number, episode in enumerate(select_episodes(episodes, parts.config.track.gifs), 1):
+        for episode in select_episodes(episodes, parts.config.track.gifs):
             frames = await replay(parts.episode_factories.env(episode.task), episode)
             if frames:
-                path = written[f"episode {number}"] = save_gif(frames, home / "frames" / f"episode-{number}.gif")
+                path = save_gif(frames, home / "frames" / gif_name(step, episode))
+                written[path.name] = path
                 rendered[path.name] = ("evaluation", step, episode.id)
-        if rendered:
-            (home / "frames" / "episodes.json").write_text(json.dumps(rendered) + "\n", encoding="utf-8")
+        list_gifs(home / "frames", rendered)
         report = write_report(home, parts.renderer.tokenizer.decode)  # also draws the curve
         written |= {"curve": home / "curve.png", "report": report}
     except Exception:
         log.exception("the run is complete, but some of its artifacts could not be written")
     return written
+
+
+def gif_name(step: int, episode: Episode) -> str:
+    """The file of an episode's GIF: step and id, `step-000040-lake-7#0.gif`."""
+    name = re.sub(r"[^\w.#+-]+", "-", episode.id)
+    return f"step-{step:06}-{name}.gif"
+
+
+def list_gifs(folder: Path, rendered: Mapping[str, tuple[str, int, str]]) -> None:
+    """Add GIFs to `episodes.json`: kind, step and id of the episode by file."""
+    path = folder / "episodes.json"
+    try:
+        known = dict(read_json(path))
+    except (OSError, Unreadable, TypeError, ValueError):
+        known = {}
+    if rendered:
+        replace_file(path, (json.dumps(known | dict(rendered)) + "\n").encode("utf-8"))
 
 
 def select_episodes(episodes: Sequence[Episode], count: int) -> list[Episode]:
@@ -69,12 +87,13 @@ class EpisodeRenderer:
     async def draw(self, kind: str, step: int, groups: Sequence[Group]) -> list[Path]:
         written = []
         for episode in extremes([episode for group in groups for episode in group.valid_episodes], self.count):
-            name = re.sub(r"[^\w.-]+", "-", episode.id)
-            path = self.folder / kind / f"step-{step:06}-{name}.gif"
+            path = self.folder / kind / gif_name(step, episode)
             try:
                 frames = await replay(self.episode_factories.env(episode.task), episode, self.decode)
                 if frames:
                     written.append(await asyncio.to_thread(save_gif, frames, path))
+                    stored = "train" if kind == "train" else "evaluation"
+                    list_gifs(self.folder, {f"{kind}/{path.name}": (stored, step, episode.id)})
                     self.drawn(path, step, kind)
             except Exception:
                 log.exception("episode %s could not be rendered", episode.id)

@@ -303,7 +303,7 @@ class RunSession:
         for cause in trainer.failure_monitor.failures:
             self._print(f"        failed  {cause}")
         for name, path in written.items():
-            self._print(f"{name:>14}  {path}")
+            self._print(f"{'replay' if path.suffix == '.gif' else name:>14}  {path}")
         self.status = "finished"
         copied: dict[str, Any] = json.loads(json.dumps(summary))
         return copied

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -18,7 +17,8 @@ from arborl.track.jsonl import read_metrics
 from arborl.trainer.evaluation import student
 from arborl.view.curve import COLOURS, LEGEND, drawing, series_of
 from arborl.view.report import data_uri, html_table, page
-from arborl.view.web.folders import differences, flat, read_config, read_summary
+from arborl.view.web.folders import differences, read_config, read_summary
+from arborl.view.web.series import seed_groups, setting_text
 
 SHOWN = {
     "reward/mean": "Reward of training episodes", "episode/success": "Success of training episodes",
@@ -26,8 +26,6 @@ SHOWN = {
     "policy/entropy": "Entropy, nats per token", "policy/loss": "Loss", "evaluation/loss": "Held-out loss",
 }  # fmt: skip
 MEASURES = ("success", "reward", "loss", "greedy_success")
-SEEDS = ("seed", "output_dir", "name")
-"""Keys that may differ between runs of one setting."""
 
 
 @dataclass(slots=True)
@@ -79,16 +77,12 @@ def settings_of(folders: Sequence[Path]) -> list[SettingRuns]:
             raise ConfigError(f"{folder}: is no run folder: it has no metrics.jsonl. Write run folders.")
     if len({folder.resolve() for folder in folders}) != len(folders):
         raise ConfigError("a run is listed twice. Write each once.")
-    configs = [read_config(folder) for folder in folders]
-    differ = [key for key in differences(configs)[0] if key not in SEEDS]
-    result: dict[str, SettingRuns] = {}
-    for folder, config in zip(folders, configs, strict=True):
-        values = flat(config)
-        changes = ", ".join(f"{key}={_plain(values.get(key))}" for key in differ)
-        setting = result.setdefault(changes, SettingRuns(changes))
-        setting.runs.append(folder)
-        setting.rows.append(list(read_metrics(folder / "metrics.jsonl")))
-    return list(result.values())
+    by_name = {str(folder): folder for folder in folders}
+    groups = seed_groups({name: read_config(folder) for name, folder in by_name.items()})
+    result = [SettingRuns(changes, [by_name[name] for name in names]) for changes, names in groups.items()]
+    for setting in result:
+        setting.rows += [list(read_metrics(folder / "metrics.jsonl")) for folder in setting.runs]
+    return result
 
 
 def held_out_table(settings: Sequence[SettingRuns]) -> tuple[list[str], list[list[str]]]:
@@ -192,9 +186,5 @@ def _differences(folders: Sequence[Path]) -> str:
     differ = differences([read_config(folder) for folder in folders])[0]
     if not differ:
         return ""
-    rows = [[escape(key), *(escape(_plain(value)) for value in values)] for key, values in differ.items()]
+    rows = [[escape(key), *(escape(setting_text(value)) for value in values)] for key, values in differ.items()]
     return f"<h2>Settings that differ</h2>{html_table(['setting', *(folder.name for folder in folders)], rows)}"
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -18,11 +18,11 @@ from arborl.failures import Failures, printable, trim_traceback
 from arborl.rollout.episode_store import EpisodeStore
 from arborl.rollout.term_store import TermStore
 from arborl.track.console import measure, shown, span
-from arborl.track.folder_files import entries_of, is_regular, read_bytes, replace_file
+from arborl.track.folder_files import Unreadable, entries_of, is_regular, read_bytes, read_json, replace_file
 from arborl.track.jsonl import read_metrics
 from arborl.types import Episode
 from arborl.view.curve import context_length, edits_itself, learning_curve, plot_health, plot_sources, sources_of
-from arborl.view.transcript import Decode, transcript
+from arborl.view.transcript import Decode, sign_class, signed, transcript
 from arborl.view.web.folders import flat, look_up, read_config, read_summary
 from arborl.view.web.gradient import strongest
 
@@ -186,13 +186,23 @@ def _last_episodes(folder: Path, last_steps: int) -> dict[str, list[Episode]]:
 
 
 def _gifs(folder: Path) -> str:
+    captions = gif_captions(folder)
     figures = [
         f'<figure><img alt="replay" src="{data_uri(path, "image/gif")}">'
-        f"<figcaption>{escape(path.stem)}</figcaption></figure>"
+        f"<figcaption>{escape(captions.get(path.name, path.stem))}</figcaption></figure>"
         for path in sorted(Path(entry.path) for entry in entries_of(folder) if entry.name.endswith(".gif"))[:MAX_GIFS]
         if is_regular(path)
     ]
     return f'<h2>Replays</h2><div class="gifs">{"".join(figures)}</div>' if figures else ""
+
+
+def gif_captions(folder: Path) -> dict[str, str]:
+    """Id and step of the episode of each GIF that `episodes.json` lists."""
+    try:
+        listed = read_json(folder / "episodes.json")
+        return {file: f"episode {episode} · step {step}" for file, (_, step, episode) in listed.items()}
+    except (OSError, Unreadable, AttributeError, TypeError, ValueError):
+        return {}
 
 
 def _episodes(folder: Path, decode: Decode | None, last_steps: int) -> str:
@@ -299,11 +309,12 @@ def _gradient_tokens(folder: Path, decode: Decode | None) -> str:
 
 
 def _token_row(token: Mapping[str, Any]) -> tuple[str, ...]:
-    direction = "likelier" if token["pull"] < 0 else "less likely"
+    direction = "▲ likelier" if token["pull"] < 0 else "▼ less likely" if token["pull"] > 0 else "unchanged"
     return (
         f"{token['share']:.1%}", f"<code>{escape(token['text'])}</code>", direction,
         f"{exp(min(token['now'], 0.0)):.0%}",
-        f"{token['advantage']:.3g}", f"{token['ratio']:.3f}", escape(token["id"]),
+        f'<span class="{sign_class(token["advantage"])}">{signed(token["advantage"])}</span>',
+        f"{token['ratio']:.3f}", escape(token["id"]),
     )  # fmt: skip
 
 

@@ -29,20 +29,37 @@ def transcript(episode: Episode, label: str, decode: Decode | None = None, opene
         trace = trim_traceback(episode.failure.traceback)
         parts.append(f'<p class="failure">{escape(str(episode.failure))}</p>')
         parts += [f'<pre class="trace">{escape(trace)}</pre>'] if trace else []
+    reward = f'<b class="{sign_class(episode)}">{escape(reward_text(episode))}</b>'
     return (
-        f"<details{' open' if opened else ''}><summary>{escape(label)} · task {escape(episode.task.id)} · "
-        f"<b>{escape(reward_text(episode))}</b> · {len(episode.turns)} turns · {episode.sampled} sampled tokens · "
+        f"<details{' open' if opened else ''}><summary>{escape(label)} · episode {escape(episode.id)} · {reward} · "
+        f"{len(episode.turns)} turns · {episode.sampled} sampled tokens · "
         f"{escape(episode.stop.value)}</summary>{''.join(parts)}</details>"
     )
 
 
 def reward_text(episode: Episode) -> str:
-    """The reward and its parts: `reward 1.3 (env 1, brevity 0.3)`."""
+    """The reward and its parts: `reward +1.3 (env +1, brevity +0.3)`."""
     if episode.failure is not None:
         return "failed"
-    parts = ", ".join(f"{name} {value:.3g}" for name, value in episode.rewards.items())
+    parts = ", ".join(f"{name} {signed(value)}" for name, value in episode.rewards.items())
     made_of = f" ({parts})" if len(episode.rewards) > 1 or set(episode.rewards) - {"env"} else ""
-    return f"reward {episode.reward:.3g}{made_of}"
+    return f"reward {signed(episode.reward)}{made_of}"
+
+
+def signed(value: float) -> str:
+    """A number with its sign; zero has none.
+
+    >>> signed(0.5), signed(-0.01), signed(0.0)
+    ('+0.5', '-0.01', '0')
+    """
+    return f"{value:+.3g}" if value else "0"
+
+
+def sign_class(value: float | Episode) -> str:
+    """The class of a reward or advantage: `positive` (green), `negative` (red) or `zero`; red for a failed episode."""
+    if isinstance(value, Episode):
+        value = -1.0 if value.failure is not None else value.reward
+    return "positive" if value > 0 else "negative" if value < 0 else "zero"
 
 
 def _model_turn(message: Message, calls: Sequence[Call], decode: Decode | None, reward: float) -> str:
@@ -82,7 +99,7 @@ def _message(message: Message, reward: float = 0.0) -> str:
 
 
 def _block(role: str, body: str, reward: float) -> str:
-    badge = f'<span class="reward">{reward:+.3g}</span>' if reward else ""
+    badge = f'<span class="reward {sign_class(reward)}">{signed(reward)}</span>' if reward else ""
     return f'<div class="message {escape(role)}"><span class="role">{escape(role)}</span>{badge}{body}</div>'
 
 

@@ -28,7 +28,7 @@ from arborl.rollout.term_store import TermStore
 from arborl.tools.remote.http_middleware import PendingConnections, RequestFilter, uvicorn_config
 from arborl.track.folder_files import MAX_INT, Unreadable, entries_of, read_bytes, read_json
 from arborl.types import Episode
-from arborl.view.web import episode_search, folders, run_list, run_page
+from arborl.view.web import episode_search, folders, run_list, run_page, series
 from arborl.view.web.episode import calls_of, episode_as_dict, parsed
 from arborl.view.web.gradient import strongest
 from arborl.view.web.group import alternatives_of, divergence, tree_of
@@ -62,6 +62,7 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 Names = Annotated[list[str], Query(max_length=MAX_RUNS)]
+MetricNames = Annotated[list[str], Query(max_length=400)]
 
 
 class RunCache:
@@ -197,7 +198,7 @@ def _add_runs(app: FastAPI, cache: RunCache) -> None:
             row = run_list.run_row(name, folder)
             if run_list.matches(conditions, row, folder):
                 found.append(row | ({"group": run_list.setting_of(by, row, folder)} if by else {}))
-        return json_response({"root": str(cache.runs.root), "total": len(known), "runs": found})
+        return json_response({"root": str(cache.runs.root), "names": list(known), "runs": found})
 
     @app.get("/api/varying")
     def varying() -> Response:
@@ -216,9 +217,20 @@ def _add_runs(app: FastAPI, cache: RunCache) -> None:
         return json_response(list(dict.fromkeys(n for name in run for n in folders.names_of(cache.rows(name)))))
 
     @app.get("/api/series")
-    def series(run: Names, name: Annotated[list[str], Query(max_length=400)]) -> Response:
+    def series_of(run: Names, name: MetricNames) -> Response:
         """Metrics of these runs for charts."""
-        return json_response({one: folders.series(cache.rows(one), name) for one in run})
+        return json_response({one: series.series(cache.rows(one), name) for one in run})
+
+    @app.get("/api/bands")
+    def bands(run: Names, name: MetricNames, band: series.Band = "range") -> Response:
+        """Runs of equal settings with different seeds, and the mean of their metrics with a band."""
+        groups = series.seed_groups({one: folders.read_config(cache.folder(one)) for one in run})
+        found = []
+        for changes, runs in groups.items():
+            means = series.bands([cache.rows(one) for one in runs], name, band) if len(runs) > 1 else {}
+            seeds = [folders.read_config(cache.folder(one)).get("seed") for one in runs]
+            found.append({"changes": changes, "runs": runs, "seeds": seeds, "means": means})
+        return json_response(found)
 
     @app.get("/api/pulse")
     def pulse(run: Annotated[list[str], Query(max_length=MAX_RUNS)] = [], every: bool = False) -> Response:  # noqa: B006

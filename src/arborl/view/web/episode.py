@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,8 @@ from arborl.rollout.episode_store import episode_errors, episode_from_json
 from arborl.rollout.term_store import VALUE_COLUMNS, Columns, gradient_norms
 from arborl.tokens import Tokens
 from arborl.track.folder_files import parse_json
-from arborl.types import NOT_SAMPLED, Call, Episode, Message
+from arborl.types import NOT_SAMPLED, Call, Episode
+from arborl.view.web.conversation import conversation
 from arborl.view.web.token_text import Decode, pieces
 
 MAX_CALLS = 2000
@@ -49,34 +50,15 @@ def episode_as_dict(episode: Episode) -> dict[str, Any]:
         },
         "seconds": episode.seconds,
         "weight": episode.weight,
-        "opening": [message_of(message) for message in episode.opening],
-        "turns": [
-            {
-                "message": message_of(turn.message),
-                "observation": [message_of(message) for message in turn.observation],
-                "reward": turn.reward,
-                "info": dict(turn.info),
-            }
-            for turn in episode.turns
-        ],
+        "conversation": conversation(episode),
+        "turns": len(episode.turns),
         "lengths": [len(call.prompt) + len(call.completion.tokens) for call in episode.calls],
     }  # fmt: skip
-
-
-def message_of(message: Message) -> dict[str, Any]:
-    return {
-        "role": message.role,
-        "content": message.content,
-        "name": message.name,
-        "sampled": message.sampled,
-        "calls": [{"name": call.name, "arguments": call.arguments, "error": call.error} for call in message.tool_calls],
-    }
 
 
 def calls_of(episode: Episode, decode: Decode | None, terms: Columns | None, line: int) -> list[dict[str, Any]]:
     """Each model call of the episode at `line`: repeated prefix, new prompt tokens, sampled tokens and their terms."""
     seen: list[Tokens] = []
-    earlier_messages: list[tuple[Message, ...]] = []
     rows: Any = [] if terms is None else np.flatnonzero(terms["episode"] == line)
     found = []
     for number, (call, branch) in enumerate(zip(episode.calls, episode.branches, strict=True)):
@@ -99,24 +81,10 @@ def calls_of(episode: Episode, decode: Decode | None, terms: Columns | None, lin
                 "goes_on": bool(origin >= 0 and repeated == len(seen[origin])),
                 "read": {"ids": fresh, "text": pieces(fresh, decode)},
                 "sampled": _sampled(call, number, decode, terms, rows),
-                "messages": [message_of(message) for message in _new(call, earlier_messages)],
-                "reply": message_of(call.reply) if call.reply else None,
             }
         )
         seen.append(call.whole)
-        earlier_messages.append(call.messages + ((call.reply,) if call.reply else ()))
     return found
-
-
-def _new(call: Call, earlier_messages: Sequence[tuple[Message, ...]]) -> Sequence[Message]:
-    """The messages that the previous call did not have."""
-    before = earlier_messages[-1] if earlier_messages else ()
-    same = 0
-    for one, other in zip(call.messages, before, strict=False):
-        if one != other:
-            break
-        same += 1
-    return call.messages[same:]
 
 
 def _sampled(call: Call, number: int, decode: Decode | None, terms: Columns | None, rows: Any) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""The run folders below a folder: list, state, differences of their configurations, and metrics as series."""
+"""The run folders below a folder: list, state, differences of their configurations, and metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -255,8 +254,6 @@ def _text(value: Any) -> str | None:
 
 # ------------------------------------------------------------------------------------------------ metrics
 
-MAX_POINTS = 1200
-"""Points of a series; of more, minimum and maximum of each interval are kept."""
 MAX_CACHED = 32
 """Files in the cache."""
 MAIN_METRICS = ("reward/mean", "episode/success", "policy/loss")
@@ -344,36 +341,3 @@ def _progress_cached(path: Path, stamp: Stamp) -> dict[str, Any]:
 
 def names_of(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [name for name in dict.fromkeys(name for row in rows for name in row) if name != "step"]
-
-
-def series(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, dict[str, list[float]]]:
-    """Steps, training seconds and values of each metric."""
-    seconds = list(accumulate(finite_number(row.get("time/step")) or 0.0 for row in rows))
-    found: dict[str, dict[str, list[float]]] = {}
-    for name in names:
-        points = [
-            (row["step"], spent, value)
-            for row, spent in zip(rows, seconds, strict=True)
-            if (value := finite_number(row.get(name))) is not None
-        ]
-        kept = downsample(points)
-        if kept:
-            columns = [list(column) for column in zip(*kept, strict=True)]
-            found[name] = dict(zip(("step", "seconds", "value"), columns, strict=True))
-    return found
-
-
-def downsample(points: list[tuple[int, float, float]], most: int = MAX_POINTS) -> list[tuple[int, float, float]]:
-    """At most `most` points that keep all peaks.
-
-    >>> [value for *_, value in downsample([(n, 0.0, 9.0 if n == 5 else 0.0) for n in range(100)], 10)][:2]
-    [0.0, 9.0]
-    """
-    if len(points) <= most:
-        return points
-    width = -(-2 * len(points) // most)
-    kept = []
-    for begin in range(0, len(points), width):
-        some = points[begin : begin + width]
-        kept += sorted({min(some, key=lambda one: one[2]), max(some, key=lambda one: one[2])})
-    return kept

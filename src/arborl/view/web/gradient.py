@@ -28,6 +28,7 @@ def strongest(
     largest = order[: max(most, NUM_SUMMED)]
     lines, owner = np.unique(terms["episode"], return_inverse=True)
     sums = np.bincount(owner, push, minlength=len(lines))
+    pulls = np.bincount(owner, np.nan_to_num(terms["pull"]), minlength=len(lines))
     best = np.argsort(-sums, kind="stable")[:12]
     episodes = episodes_of([*terms["episode"][largest].tolist(), *lines[best].tolist()])
     tokens: list[dict[str, Any]] = []
@@ -53,7 +54,8 @@ def strongest(
         "tokens": tokens,
         "by_text": [{"text": text, **numbers} for text, numbers in top_texts],
         "by_episode": [
-            {"line": int(lines[n]), "push": float(sums[n]), "share": float(sums[n]) / total if total else 0.0,
+            {"line": int(lines[n]), "push": float(sums[n]), "pull": float(pulls[n]),
+             "share": float(sums[n]) / total if total else 0.0,
              "id": episode.id if (episode := episodes.get(int(lines[n]))) else None}
             for n in best.tolist()
         ],

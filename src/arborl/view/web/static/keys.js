@@ -7,7 +7,7 @@ const HELP = [
   ["Everywhere", [["?", "these keys"], ["/", "search"], ["1 2 3", "runs, episodes, gradient"], ["d", "light or dark"], ["Esc", "back, or out of a field"]]],
   ["Lists", [["j k", "next, previous row"], ["Enter", "open it"], ["n p", "next, previous page"]]],
   ["Episode", [["← →", "token by token"], ["↑ ↓", "call by call"], ["c", "next colour"], ["v", "conversation or tokens"], ["[ ]", "previous, next episode"], ["t", "tree of its group"]]],
-  ["Charts", [["← →", "point by point, in a chart that has the focus"]]],
+  ["A chart that has the focus", [["← →", "point by point"], ["+ -", "zoom in, out"], ["Shift ← →", "move the range"], ["0", "show everything"], ["l", "log scale"]]],
 ];
 
 export function showKeys() {

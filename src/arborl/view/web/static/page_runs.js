@@ -1,15 +1,12 @@
 // Runs side by side: state, settings that differ, and curves on one axis.
 
 import { get } from "./api.js";
-import { chart, COLOURS, newBoard } from "./chart.js";
+import { COLOURS } from "./chart.js";
+import { curves } from "./curves.js";
 import { h, number, percent, put, span, visible } from "./dom.js";
 import { rowKeys } from "./keys.js";
 import { link, note } from "./place.js";
 
-const FIRST = [
-  "reward/mean", "episode/success", "evaluation/success", "policy/loss", "policy/entropy", "learner/grad_norm",
-  "policy/logprob_diff", "policy/clipped", "group/zero_variance", "episode/sampled", "batch/lag_mean", "time/step",
-];
 const FIGURES = new Set(["step", "reward", "held out", "seed", "failures", "changed"]);
 const MOST = COLOURS.length;
 
@@ -20,15 +17,12 @@ export async function runs(at) {
   const newest = [...list.runs].sort((a, b) => b.changed - a.changed).map((one) => one.run);
   const state = {
     chosen: (requested.length ? requested : newest.slice(0, 3)).slice(0, MOST),
-    axis: at.one("axis", "step") === "seconds" ? "seconds" : "step",
-    much: Math.min(0.99, Math.max(0, Number(at.one("smooth", "0")) || 0)),
-    find: at.one("find"),
-    opened: new Set(at.all("open")),
   };
-  const table = h("div"), beside = h("div"), charts = h("div"), replays = h("div");
-  const element = h("div", {}, table, charts, beside, replays);
+  const table = h("div"), beside = h("div"), replays = h("div");
   const colour = (run) => COLOURS[state.chosen.indexOf(run)];
-  const keep = () => note({ run: state.chosen, axis: state.axis === "step" ? "" : state.axis, smooth: state.much || "", find: state.find, open: [...state.opened] });
+  const charts = curves({ runs: () => state.chosen, colour, at });
+  const element = h("div", {}, table, charts.element, beside, replays);
+  const keep = () => note({ run: state.chosen });
 
   function drawTable(rows) {
     const boxes = rows.map((one) => {
@@ -79,51 +73,6 @@ export async function runs(at) {
         h("dl.settings", {}, Object.entries(found.same).map(([name, one]) => h("div", {}, h("dt", {}, visible(name)), h("dd", {}, value(one)))))));
   }
 
-  async function drawCharts() {
-    const names = state.chosen.length ? await get("names", { run: state.chosen }) : [];
-    const hit = (name) => !state.find || name.toLowerCase().includes(state.find.toLowerCase());
-    const first = FIRST.filter((name) => names.includes(name) && hit(name));
-    const rooms = new Map();
-    for (const name of names.filter((one) => hit(one) && !first.includes(one))) {
-      const room = name.split("/")[0];
-      rooms.set(room, [...(rooms.get(room) ?? []), name]);
-    }
-    const board = newBoard();
-    const wanted = [...first, ...[...rooms].filter(([room]) => state.find || state.opened.has(room)).flatMap(([, some]) => some)].slice(0, 300);
-    const data = wanted.length ? await get("series", { run: state.chosen, name: wanted }) : {};
-    const made = (name) => chart({
-      title: name, board, much: state.much, xName: state.axis === "step" ? "step" : "s of training",
-      lines: state.chosen.filter((run) => data[run]?.[name]).map((run) => ({
-        name: run, colour: colour(run), x: data[run][name][state.axis], y: data[run][name].value, points: name.startsWith("evaluation/"),
-      })),
-    }).element;
-    const sections = [...rooms].map(([room, some]) => {
-      const opened = Boolean(state.find) || state.opened.has(room);
-      return h("details.room", { open: opened, ontoggle: (event) => toggled(room, event.target.open) },
-        h("summary", {}, `${visible(room)} `, h("span.faint", {}, `${some.length}`)), opened ? h("div.charts", {}, some.map(made)) : null);
-    });
-    put(charts.querySelector(".all") ?? charts, first.length ? h("div.charts", {}, first.map(made)) : h("p.faint", {}, names.length ? "No metric is called so." : "Nothing was measured yet."), sections);
-  }
-
-  function toggled(room, open) {
-    if (open === state.opened.has(room) || state.find) return;
-    if (open) state.opened.add(room);
-    else state.opened.delete(room);
-    keep();
-    if (open) drawCharts();
-  }
-
-  function tools() {
-    const find = h("input", { type: "search", "data-search": "", placeholder: "metric …", value: state.find, "aria-label": "find a metric" });
-    const later = (does, wait) => { let timer; return (event) => { clearTimeout(timer); timer = setTimeout(() => does(event), wait); }; };
-    find.addEventListener("input", later(() => { state.find = find.value; keep(); drawCharts(); }, 200));
-    const axis = h("select", { "aria-label": "axis", onchange: (event) => { state.axis = event.target.value; keep(); drawCharts(); } },
-      [["step", "step"], ["seconds", "time"]].map(([value, name]) => h("option", { value, selected: state.axis === value }, name)));
-    const soft = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: state.much, "aria-label": "smoothing" });
-    soft.addEventListener("input", later(() => { state.much = Number(soft.value); keep(); drawCharts(); }, 60));
-    return h("div.tools", {}, h("h2", {}, "Curves"), h("label", {}, "axis ", axis), h("label", {}, "smoothing ", soft), find);
-  }
-
   async function drawReplays() {
     const found = state.chosen.length === 1 ? await get("frames", { run: state.chosen[0] }) : [];
     put(replays, found.length ? [h("h2", {}, "Replays"), h("div.gifs", {}, found.slice(0, 24).map((name) =>
@@ -133,15 +82,14 @@ export async function runs(at) {
   async function refresh() {
     list.runs = (await get("runs")).runs;
     drawTable(list.runs);
-    await Promise.all([drawCharts(), drawDifferences(), drawReplays()]);
+    await Promise.all([charts.draw(), drawDifferences(), drawReplays()]);
   }
 
   keep();
-  put(charts, tools(), h("div.all"));
   drawTable(list.runs);
   return {
     element, title: "Runs", refresh,
     keys: rowKeys(() => [...table.querySelectorAll("tbody tr")]),
-    ready: () => Promise.all([drawCharts(), drawDifferences(), drawReplays()]),
+    ready: () => Promise.all([charts.draw(), drawDifferences(), drawReplays()]),
   };
 }
