@@ -8,10 +8,11 @@ import { episode } from "./page_episode.js";
 import { episodes } from "./page_episodes.js";
 import { gradient } from "./page_gradient.js";
 import { group } from "./page_group.js";
+import { run } from "./page_run.js";
 import { runs } from "./page_runs.js";
 import { here, link } from "./place.js";
 
-const PAGES = { runs, episodes, episode, group, beside, gradient };
+const PAGES = { runs, run, episodes, episode, group, beside, gradient };
 const EVERY = 2000;
 const page = document.getElementById("page");
 let shown = null; // what the present page knows to do: refresh, keys
@@ -40,7 +41,7 @@ async function draw() {
 
 function nav(at) {
   const run = at.all("run").slice(0, 1);
-  const tabs = [["Runs", "runs", { run: at.all("run") }], ["Episodes", "episodes", { run }], ["Gradient", "gradient", { run }]];
+  const tabs = [["Runs", "runs", { run: at.all("run") }], ["Run", "run", { run }], ["Episodes", "episodes", { run }], ["Gradient", "gradient", { run }]];
   const under = { episode: "episodes", group: "episodes", beside: "episodes" };
   put(document.getElementById("nav"), tabs.map(([name, where, params]) =>
     h("a", { href: link(where, params), "aria-current": (under[at.page] ?? at.page) === where ? "page" : null }, name)));
@@ -49,7 +50,7 @@ function nav(at) {
 async function look() {
   try {
     if (document.hidden) return;
-    const found = await get("pulse", { run: here().all("run") });
+    const found = await get("pulse", { run: here().all("run").slice(0, 40), every: shown?.every ? 1 : "" });
     const now = JSON.stringify(found);
     const running = Object.values(found).some((one) => one.includes("running"));
     document.getElementById("live").hidden = !running;
