@@ -29,6 +29,8 @@ async function draw() {
     if (mine !== turn) return;
     shown = made;
     put(page, made.element);
+    pulse = "";
+    beat().then(([now]) => { if (mine === turn) pulse ||= now; }, () => {});
     document.title = made.title ? `${visible(made.title)} · Arbor` : "Arbor";
     made.ready?.();
   } catch (error) {
@@ -36,7 +38,12 @@ async function draw() {
     if (mine === turn) shown = null;
   }
   page.removeAttribute("aria-busy");
-  pulse = "";
+}
+
+/** What changes with the runs of this page, and whether one of them is running. */
+async function beat() {
+  const found = await get("pulse", { run: here().all("run").slice(0, 40), every: shown?.every ? 1 : "" });
+  return [JSON.stringify(found), Object.values(found).some((one) => one.includes("running"))];
 }
 
 function nav(at) {
@@ -50,9 +57,7 @@ function nav(at) {
 async function look() {
   try {
     if (document.hidden) return;
-    const found = await get("pulse", { run: here().all("run").slice(0, 40), every: shown?.every ? 1 : "" });
-    const now = JSON.stringify(found);
-    const running = Object.values(found).some((one) => one.includes("running"));
+    const [now, running] = await beat();
     document.getElementById("live").hidden = !running;
     if (pulse && now !== pulse) await shown?.refresh?.();
     pulse = now;
