@@ -42,7 +42,7 @@ def page(chromium):
 
 
 def _ours(url: str) -> bool:
-    return url.startswith(("http://127.0.0.1:", "file://", "data:", "about:"))
+    return url.startswith(("http://127.0.0.1:", "file://", "data:", "about:", "blob:"))
 
 
 @pytest.fixture(scope="session")

@@ -20,15 +20,15 @@ PAGES = {
     "run": "#/run?run=a&settings=all",
     "episodes": "#/episodes?run=a",
     "episode": f"#/episode?{PLACE}&colour=advantage&token=0.1",
-    "conversation": f"#/episode?{PLACE}&show=text",
+    "conversation": f"#/episode?{PLACE}",
     "failed": "#/episode?run=a&kind=train&step=2&line=6",
     "group": f"#/group?{PLACE}",
     "beside": f"#/beside?{PLACE}&other=0",
     "gradient": "#/gradient?run=a&step=2",
 }
 READY = {
-    "runs": ".chart svg", "grouped": "tr.group", "run": ".findings li",
-    "episodes": "tbody tr", "episode": ".about dl", "conversation": ".message.tool",
+    "runs": ".chart svg", "grouped": "tr.group", "run": ".findings li", "episodes": "tbody tr",
+    "episode": ".about dl", "conversation": ".tool-result",
     "failed": ".trace", "group": ".tree rect", "beside": ".parted", "gradient": ".pushes tbody tr",
 }  # fmt: skip
 
@@ -76,6 +76,7 @@ def test_episodes_are_filtered_and_the_address_leads_back(page, address):
 def test_a_token_tells_everything_that_is_known_of_it(page, address):
     page.goto(f"{address}/#/episodes?run=a&step_from=2&step_to=2")
     page.get_by_role("link", name="lake/002-0#1").click()
+    page.get_by_role("tab", name="Tokens").click()
     page.locator(".token.sampled", has_text="Right").first.hover()
     about = page.locator(".about")
     for name in (
@@ -102,7 +103,7 @@ def test_a_token_tells_everything_that_is_known_of_it(page, address):
 
 def test_hostile_words_are_text(page, address):
     at(page, address, "conversation")
-    expect(page.locator(".message.tool").first).to_contain_text("<script>window.hacked = 1</script>")
+    expect(page.locator(".tool-result").first).to_contain_text("<script>window.hacked = 1</script>")
     expect(page.locator(".conversation")).to_contain_text("⟨U+202E⟩")
     expect(page.locator(".conversation")).to_contain_text("bell␇")
     at(page, address, "failed")
@@ -113,8 +114,8 @@ def test_the_tree_and_two_episodes_from_where_they_part(page, address):
     at(page, address, "group")
     page.locator(".tree g").nth(1).hover()
     expect(page.locator("div.stretch")).to_contain_text("sampled by")
-    page.get_by_label("compare episode 1 with another").check()
-    page.get_by_label("compare episode 2 with another").check()
+    page.get_by_label("compare episode #0 with another").check()
+    page.get_by_label("compare episode #1 with another").check()
     page.get_by_role("link", name="Compare both episodes").click()
     expect(page.locator("main")).to_contain_text("They diverge in call 1, at token 2 of the reply")
     expect(page.locator(".parted")).to_have_count(2)
@@ -144,6 +145,8 @@ def test_everything_is_reached_with_keys_alone(page, address):
     expect(page.locator("tbody tr").nth(1)).to_have_class("chosen")
     press("Enter")
     expect(page.locator("h1")).to_contain_text("lake/003-0#1")
+    expect(page.locator(".conversation")).to_be_visible()
+    press("v")
     press("ArrowRight")
     press("ArrowRight")
     expect(page.locator(".about")).to_contain_text("call 1, number 2")

@@ -70,7 +70,7 @@ export function chart({ title, lines, much = 0, xName = "step", board = null, wi
     if (!drawn.length) return put(plot, h("p.faint", {}, "not recorded"));
     scale = scaled(width);
     const { X, Y, x0, x1, y0, y1, logged } = scale;
-    const across = logged ? logTicks(y0, y1) : ticks(y0, y1, 5), along = ticks(x0, x1, Math.max(2, width / 110), drawn.every((line) => line.x.every(Number.isInteger)) ? 1 : 0);
+    const across = logged ? logTicks(y0, y1) : ticks(y0, y1, 5), along = ticks(x0, x1, Math.max(2, width / 80), drawn.every((line) => line.x.every(Number.isInteger)) ? 1 : 0);
     const [floor, right] = [height - BOTTOM, width - RIGHT];
     put(plot, s("svg", { width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" },
       s("clipPath", { id: clip }, s("rect", { x: LEFT - 3, y: 0, width: right - LEFT + 6, height: floor + 4 })),

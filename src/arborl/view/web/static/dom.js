@@ -53,6 +53,27 @@ export function number(value, digits = 3) {
   return value.toLocaleString("en", { maximumSignificantDigits: Math.max(digits, Math.ceil(Math.log10(size + 1))) });
 }
 
+/** The class of a reward or advantage: green if positive, red if negative, neutral if zero. */
+export function sign(value) {
+  return value > 0 ? "positive" : value < 0 ? "negative" : "zero";
+}
+
+/** A reward or advantage with its sign, which tells the same as its colour. */
+export function signed(value, digits = 3) {
+  if (value === null || value === undefined) return h("span.zero", {}, "–");
+  return h(`span.${sign(value)}`, {}, value > 0 ? "+" : value < 0 ? "−" : "", number(Math.abs(value), digits));
+}
+
+/** The reward of an episode, or that it failed. */
+export function rewardOf(row, digits = 3) {
+  return row.failure ? h("span.negative", {}, "✕ failed") : signed(row.reward, digits);
+}
+
+/** The number of an episode in its group: the end of its id, `#0` of `lake/7#0`. */
+export function numberOf({ episode, task }) {
+  return visible(task && episode.startsWith(`${task}#`) ? episode.slice(task.length) : episode);
+}
+
 export function percent(value) {
   return value === null || value === undefined ? "–" : `${(100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0)} %`;
 }

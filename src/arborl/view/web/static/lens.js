@@ -1,16 +1,16 @@
 // The token lens: every token of an episode, coloured by what is known of it.
 
-import { h, number, percent, visible } from "./dom.js";
+import { h, number, numberOf, percent, rewardOf, signed, visible } from "./dom.js";
 
 /** What tokens can be coloured by: name, meaning, and value on a scale from -1 to 1 (null: unknown). */
 export const LENSES = {
   mask: { says: "sampled (a loss term), or part of the prompt", of: (token) => (token.sampled ? (token.trained ? 0.55 : 0.15) : null), one: true },
   logprob: { says: "log-probability when it was sampled", of: (token) => (token.logprob === null ? null : 1 - Math.exp(Math.min(token.logprob, 0))), one: true },
-  ratio: { says: "importance ratio: green above 1, red below", of: (token) => (token.ratio == null ? null : clamp(Math.log(token.ratio) * 5)) },
-  advantage: { says: "advantage: green if positive, red if negative", of: (token, most) => (token.advantage == null ? null : token.advantage / most.advantage) },
+  ratio: { says: "importance ratio: green with a bar below: above 1; red with a bar above: below 1", of: (token) => (token.ratio == null ? null : clamp(Math.log(token.ratio) * 5)) },
+  advantage: { says: "advantage: green with a bar below: positive; red with a bar above: negative; uncoloured: zero", of: (token, most) => (token.advantage == null ? null : token.advantage / most.advantage) },
   weight: { says: "share of the loss", of: (token, most) => (token.weight == null ? null : token.weight / most.weight), one: true },
   entropy: { says: "entropy of the policy", of: (token, most) => (token.entropy == null ? null : token.entropy / most.entropy), one: true },
-  push: { says: "size of its gradient: green increases its probability, red decreases it", of: (token, most) => (token.push == null ? null : (-Math.sign(token.pull) * token.push) / most.push) },
+  push: { says: "size of its gradient: green with a bar below: its probability rises; red with a bar above: it falls", of: (token, most) => (token.push == null ? null : (-Math.sign(token.pull) * token.push) / most.push) },
   version: { says: "policy version; older is stronger", of: (token, most, least) => (token.version == null || token.version < 0 ? null : most.version === least.version ? 0.12 : 0.1 + (0.9 * (most.version - token.version)) / (most.version - least.version)), one: true },
 };
 const NUMBERS = ["logprob", "now", "ratio", "advantage", "weight", "entropy", "loss", "pull", "push", "version"];
@@ -82,6 +82,7 @@ export function lens(calls, { colour = "logprob", on = () => {}, from = null, na
     for (const { made, token } of spans) {
       const value = scale.of(token, most, least);
       made.classList.toggle("down", value !== null && value < 0);
+      made.classList.toggle("up", !scale.one && value !== null && value > 0);
       made.classList.toggle("one", Boolean(scale.one));
       made.classList.toggle("unknown", value === null);
       made.style.setProperty("--v", value === null ? 0 : Math.min(1, Math.abs(value)).toFixed(3));
@@ -133,13 +134,13 @@ export function aboutToken(token, group, open) {
     h("p.big", {}, h("code", {}, visible(JSON.stringify(token.text))), h("span.faint", {}, ` token ${token.id}`)),
     h("p.faint", {}, `call ${token.call + 1}, number ${token.at + 1} of it`),
     h("dl.numbers", {}, token.logprob === null ? null : [h("dt", {}, "probability"), h("dd", {}, percent(Math.exp(token.logprob)))],
-      known.map((name) => [h("dt", {}, LABELS[name]), h("dd", {}, number(token[name], 4))])),
+      known.map((name) => [h("dt", {}, LABELS[name]), h("dd", {}, name === "advantage" ? signed(token[name], 4) : number(token[name], 4))])),
     token.against?.length
       ? [h("h3", {}, "Most likely other tokens"), h("ul.rivals", {}, token.against.map((rival) => h("li", {}, h("code", {}, visible(JSON.stringify(rival.text))), ` ${percent(Math.exp(rival.logprob))}`)))]
       : null,
     token.rivals?.length
       ? [h("h3", {}, "Other episodes sampled here"), h("ul.rivals", {}, token.rivals.map((rival) => h("li", {}, h("code", {}, visible(JSON.stringify(rival.text))), ` ${percent(Math.exp(rival.logprob))} · `,
-          rival.episodes.map((at) => h("button.link", { type: "button", onclick: () => open(group[at]) }, `#${at + 1} ${group[at].failure ? "failed" : number(group[at].reward)}`)))))]
+          rival.episodes.map((at) => h("button.link", { type: "button", onclick: () => open(group[at]) }, numberOf(group[at]), " ", rewardOf(group[at]))))))]
       : null,
     token.advantage === null ? h("p.faint", {}, "No advantage, ratio or loss is stored for this token: it was not trained, or track.terms left it out.") : null,
   ];
@@ -149,6 +150,6 @@ export function aboutToken(token, group, open) {
 export function legend(colour) {
   const one = LENSES[colour]?.one;
   return h("span.legend", {}, [-1, -0.5, 0, 0.5, 1].filter((at) => !one || at >= 0).map((at) =>
-    h("i.token.sampled", { class: `token sampled${at < 0 ? " down" : ""}${one ? " one" : ""}`, style: { "--v": Math.abs(at) } }, " ")), ` ${LENSES[colour]?.says ?? ""}`);
+    h("i.token.sampled", { class: `token sampled${at < 0 ? " down" : at > 0 && !one ? " up" : ""}${one ? " one" : ""}`, style: { "--v": Math.abs(at) } }, " ")), ` ${LENSES[colour]?.says ?? ""}`);
 }
 

@@ -1,7 +1,7 @@
 // Two episodes of a group side by side, from the token at which they diverge.
 
 import { get } from "./api.js";
-import { h, number, put, visible } from "./dom.js";
+import { h, number, put, rewardOf, visible } from "./dom.js";
 import { aboutToken, legend, lens, LENSES } from "./lens.js";
 import { link, note } from "./place.js";
 
@@ -14,7 +14,7 @@ export async function beside(at) {
   const panel = h("aside.about", {}, h("p.faint", {}, "Point at a token."));
   const views = [left, right].map((one) => lens(one.calls, { colour, from: parting, on: (token) => put(panel, aboutToken(token, one.group, () => {})) }));
   const column = (one, view) => h("section", {}, h("h2", {}, h("a", { href: link("episode", { ...place, line: one.line }) }, visible(one.id))),
-    h("p.facts", {}, h("span", {}, "reward ", h("b", {}, one.failure ? "failed" : number(one.reward))), h("span", {}, "stop ", h("b", {}, visible(one.stop))), h("span", {}, "calls ", h("b", {}, number(one.calls.length)))), view.element);
+    h("p.facts", {}, h("span", {}, "reward ", h("b", {}, rewardOf(one))), h("span", {}, "stop ", h("b", {}, visible(one.stop))), h("span", {}, "calls ", h("b", {}, number(one.calls.length)))), view.element);
   const key = h("p.faint.keyline", {}, legend(colour));
   const select = h("select", { "aria-label": "colour by", onchange: (event) => { colour = event.target.value; views.forEach((view) => view.paint(colour)); put(key, legend(colour)); note({ colour }); } },
     Object.keys(LENSES).map((name) => h("option", { value: name, selected: name === colour }, name)));

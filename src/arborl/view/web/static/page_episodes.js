@@ -1,7 +1,7 @@
 // The list of episodes: filters, order, a page at a time.
 
 import { get } from "./api.js";
-import { h, number, put, visible } from "./dom.js";
+import { h, number, put, rewardOf, visible } from "./dom.js";
 import { rowKeys } from "./keys.js";
 import { go, link, note } from "./place.js";
 
@@ -62,11 +62,10 @@ export async function episodes(at) {
   function row(one) {
     const to = link("episode", { run, kind: one.kind, step: one.step, line: one.line });
     const cell = (label, value, figure = true) => h(figure ? "td.figure" : "td", { "data-label": label }, value);
-    const worth = one.failure ? h("span.bad", {}, "failed") : h("span", { class: one.reward > 0 ? "good" : null }, number(one.reward));
     return h("tr", { "data-place": `${one.kind}/${one.step}/${one.line}`, onclick: (event) => { if (!event.target.closest("a")) location.hash = to; } },
       cell("step", [number(one.step), one.kind === "evaluation" ? h("span.tag", {}, "held out") : null]),
       h("td.name", { "data-label": "episode" }, h("a", { href: to }, visible(one.episode))),
-      cell("reward", worth), cell("stop", visible(one.failure || one.stop), false), cell("source", visible(one.source || "–"), false),
+      cell("reward", rewardOf(one)), cell("stop", visible(one.failure || one.stop), false), cell("source", visible(one.source || "–"), false),
       cell("turns", number(one.turns)), cell("calls", number(one.calls)), cell("tokens", number(one.sampled)), cell("context", number(one.context)),
       cell("stale", number(one.lag)), cell("seconds", number(one.seconds, 2)),
       h("td.words", { "data-label": "last words" }, h("div.preview", {}, visible(one.preview))));

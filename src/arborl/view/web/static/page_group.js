@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { chart, COLOURS } from "./chart.js";
-import { h, number, put, s, visible } from "./dom.js";
+import { h, number, numberOf, put, rewardOf, s, visible } from "./dom.js";
 import { rowKeys } from "./keys.js";
 import { go, link, note } from "./place.js";
 
@@ -16,10 +16,10 @@ export async function group(at) {
   const list = h("tbody"), compare = h("p");
 
   function drawList() {
-    put(list, found.group.map((row, number_) => h("tr", { class: row.line === Number(place.line) ? "on" : null },
-      h("td.box", {}, h("input", { type: "checkbox", checked: chosen.has(row.line), "aria-label": `compare episode ${number_ + 1} with another`, onchange: () => pick(row.line) })),
-      h("td", {}, h("a", { href: link("episode", { ...place, line: row.line }) }, `#${number_ + 1}`)),
-      h("td.figure", { "data-label": "reward" }, row.failure ? h("span.bad", {}, "failed") : number(row.reward)), h("td", { "data-label": "stop" }, visible(row.failure || row.stop)),
+    put(list, found.group.map((row) => h("tr", { class: row.line === Number(place.line) ? "on" : null },
+      h("td.box", {}, h("input", { type: "checkbox", checked: chosen.has(row.line), "aria-label": `compare episode ${numberOf(row)} with another`, onchange: () => pick(row.line) })),
+      h("td", {}, h("a", { href: link("episode", { ...place, line: row.line }), title: visible(row.episode) }, numberOf(row))),
+      h("td.figure", { "data-label": "reward" }, rewardOf(row)), h("td", { "data-label": "stop" }, visible(row.failure || row.stop)),
       h("td.figure", { "data-label": "calls" }, number(row.calls)), h("td.figure", { "data-label": "tokens" }, number(row.sampled)), h("td.figure", { "data-label": "context" }, number(row.context)))));
     const [one, other] = [...chosen];
     put(compare, chosen.size === 2 ? h("a.button", { href: link("beside", { ...place, line: one, other }) }, "Compare both episodes") : h("span.faint", {}, "Tick two episodes to see where they part."));
@@ -36,13 +36,13 @@ export async function group(at) {
   drawList();
   const longest = chart({
     title: "length of the context by call", xName: "call", window: found.window, zero: true,
-    lines: found.lengths.map((tokens, number_) => ({ name: `#${number_ + 1}`, colour: COLOURS[number_ % COLOURS.length], x: tokens.map((_, call) => call + 1), y: tokens, points: tokens.length < 60 })),
+    lines: found.lengths.map((tokens, number_) => ({ name: numberOf(found.group[number_]), colour: COLOURS[number_ % COLOURS.length], x: tokens.map((_, call) => call + 1), y: tokens, points: tokens.length < 60 })),
   });
   const element = h("div", {}, h("h1", {}, "Group ", h("span.faint", {}, visible(found.group[0].task))),
     h("p.facts", {}, h("span", {}, "step ", h("b", {}, number(Number(place.step)))), h("span", {}, "episodes ", h("b", {}, number(found.group.length))),
       h("span", {}, "tokens of the tree ", h("b", {}, number(found.tokens))), h("span", {}, "of all calls ", h("b", {}, number(found.raw))),
       h("span", {}, "shared ", h("b", {}, found.raw ? `${Math.round(100 * (1 - found.tokens / found.raw))} %` : "–"))),
-    h("h2", {}, "Tree"), h("p.faint", {}, "Left to right: tokens. Grey was read; green was sampled by episodes that earned more than the group's mean, red less, blue as much."),
+    h("h2", {}, "Tree"), h("p.faint", {}, "Left to right: tokens. Pale was read. Sampled by episodes with a reward above the mean of the group: green, +; below it: red, −; equal to it: grey."),
     h("div.scroll.tree", { tabindex: 0, role: "region", "aria-label": "tree of tokens" }, picture(found, (stretch) => describe(text, stretch, found, place))), text,
     h("div.two", {}, h("section", {}, h("h2", {}, "Episodes"), compare,
       h("table.wide", {}, h("thead", {}, h("tr", {}, ["beside", "episode", "reward", "stop", "calls", "tokens", "context"].map((head) => h(["reward", "calls", "tokens", "context"].includes(head) ? "th.figure" : "th", { scope: "col" }, head)))), list)),
@@ -52,7 +52,7 @@ export async function group(at) {
 
 function describe(text, stretch, found, place) {
   const who = [...new Set(stretch.sampled.flatMap(([, , episodes]) => episodes))];
-  put(text, h("p", {}, `${number(stretch.length)} tokens from ${number(stretch.depth)} on`, who.length ? [" · sampled by ", who.map((one) => [h("a", { href: link("episode", { ...place, line: found.group[one].line }) }, `#${one + 1}`), " "])] : " · read only"),
+  put(text, h("p", {}, `${number(stretch.length)} tokens from ${number(stretch.depth)} on`, who.length ? [" · sampled by ", who.map((one) => [h("a", { href: link("episode", { ...place, line: found.group[one].line }) }, numberOf(found.group[one])), " "])] : " · read only"),
     h("pre", {}, visible(stretch.text)));
 }
 
@@ -77,13 +77,17 @@ function picture(found, show) {
   const shade = (episodes) => {
     const worth = episodes.map((one) => rows[one].reward).filter((one) => one !== null);
     const own = worth.reduce((sum, one) => sum + one, 0) / Math.max(worth.length, 1);
-    return Math.abs(own - mean) < 1e-9 || !worth.length ? "same" : own > mean ? "better" : "worse";
+    return Math.abs(own - mean) < 1e-9 || !worth.length ? "zero" : own > mean ? "positive" : "negative";
   };
   return s("svg", { width, height, viewBox: `0 0 ${width} ${height}` }, stretches.map((one, at) => {
     const y = top[at] * ROW + 1, tall = rowsOf[at] * ROW - GAP;
     const box = s("g", { tabindex: 0, role: "button", "aria-label": `${one.length} tokens from ${one.depth} on` },
       s("rect", { class: "stretch read", x: X(one.depth), y, width: Math.max(X(one.length) - 1, 1), height: tall, rx: 2 }),
-      one.sampled.map(([begin, length, episodes]) => s("rect", { class: `stretch ${shade(episodes)}`, x: X(one.depth + begin), y, width: Math.max(X(length) - 0.5, 1), height: tall, rx: 2 })));
+      one.sampled.map(([begin, length, episodes]) => {
+        const kind = shade(episodes), x = X(one.depth + begin), wide = Math.max(X(length) - 0.5, 1), mark = { positive: "+", negative: "−" }[kind];
+        return [s("rect", { class: `stretch ${kind}`, x, y, width: wide, height: tall, rx: 2 }),
+          mark && wide > 10 && tall > 10 ? s("text", { class: "stretch-sign", x: x + wide / 2, y: y + tall / 2 + 4, "text-anchor": "middle" }, mark) : null];
+      }));
     for (const event of ["pointerenter", "focus", "click"]) box.addEventListener(event, () => show(one));
     return box;
   }));

@@ -39,7 +39,9 @@ export async function run(at) {
     }
   }
 
-  const drawn = () => Promise.all([drawFindings(), charts.draw(), ...["usage", "episodes", "settings", "log"].map((part) => parts[part].draw())]);
+  /** A section that cannot be read shows why; the others are drawn. */
+  const safely = (part) => part.draw().catch((error) => { part.element.querySelector(".unread")?.remove(); part.element.append(h("p.problem.unread", {}, visible(error.message))); });
+  const drawn = () => Promise.all([drawFindings(), ...[charts, parts.usage, parts.episodes, parts.settings, parts.log].map(safely)]);
   async function refresh() {
     facts = await get("run", { run: name });
     put(top, summary(name, facts));
