@@ -57,10 +57,11 @@ function nav(at) {
 async function look() {
   try {
     if (document.hidden) return;
+    const asked = shown;
     const [now, running] = await beat();
     document.getElementById("live").hidden = !running;
-    if (pulse && now !== pulse) await shown?.refresh?.();
-    pulse = now;
+    if (asked === shown && pulse && now !== pulse) await shown?.refresh?.();
+    if (asked === shown) pulse = now; // else another page was opened meanwhile
     say("");
   } catch {
     say("The viewer does not answer. Is `arborl view` still running?");
