@@ -238,6 +238,25 @@ def test_seeds_of_one_setting_are_a_mean_with_a_band_that_the_legend_names(page,
     expect(page.locator(".lines")).not_to_contain_text("mean")
 
 
+def test_a_zoomed_range_of_a_long_run_is_read_in_full_detail(page, tmp_path, viewed):
+    (tmp_path / "long").mkdir()
+    rows = [{"step": step, "reward/mean": (step * 7919) % 101 / 101} for step in range(1, 4001)]
+    (tmp_path / "long" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = opened(page, viewed(tmp_path), "run=long")
+    expect(made.locator(".chart-notes")).to_contain_text("of 4,000 points")
+    drag(page, made, 0.5, 0.6)
+    expect(made.locator(".chart-notes")).to_be_hidden()
+    found = [int(row["step"]) for row in table(page, made)]
+    assert found == list(range(found[0], found[-1] + 1))
+    assert 100 < len(found) < 1000
+    made.locator(".plot").focus()
+    page.keyboard.press("Shift+ArrowLeft")  # further than what was read
+    firsts = (int(table(page, made)[0]["step"]) for _ in range(50))
+    assert any(first < found[0] - 10 for first in firsts)  # once it is read
+    page.get_by_role("button", name="Reset zoom", exact=True).click()
+    expect(made.locator(".chart-notes")).to_contain_text("of 4,000 points")
+
+
 def test_without_recorded_tokens_the_chart_says_so(page, address):
     page.goto(f"{address}/#/runs?run=a&axis=tokens")
     expect(chart(page, "reward/mean")).to_contain_text("not recorded")

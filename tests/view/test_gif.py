@@ -61,7 +61,7 @@ def test_a_turn_has_the_text_of_all_its_calls_and_the_last_frame_the_reward_and_
     played.calls = [Call((1,), completion, 0, reply=reply) for reply in replies]
     first, last = asyncio.run(replay(Counter(), played))
     assert (first.caption, last.caption) == ("", "calc(6*7)\n42")
-    assert (first.note, last.note) == ("environment so far 0.00", "reward 1.25 (env 1, brevity 0.25)")
+    assert (first.note, last.note) == ("environment so far 0.00", "reward +1.25 (env +1, brevity +0.25)")
 
 
 def recorded_on_slippery_ice():

@@ -48,6 +48,16 @@ def test_a_long_series_keeps_its_peaks_and_its_gaps_and_says_how_long_it_was():
     assert downsample(short) is short
 
 
+@pytest.mark.parametrize(("axis", "scale"), [("step", 1), ("seconds", 2), ("tokens", 5)])
+def test_a_range_of_a_long_series_is_complete_with_a_neighbour_on_both_sides(axis, scale):
+    metrics = rows(*range(5000), **{"learner/terms": 5})
+    found = series(metrics, ["m"], (axis, 1000 * scale, 1100 * scale))["m"]
+    assert found["step"] == list(range(999, 1102))
+    assert "of" not in found
+    assert bands([metrics, metrics], ["m"], "range", (axis, 1000 * scale, 1100 * scale))["m"]["step"] == found["step"]
+    assert len(series(metrics, ["m"], (axis, 1e9, 2e9))["m"]["step"]) > 100  # nothing is there: the whole
+
+
 def test_a_band_is_the_range_or_the_interval_at_steps_that_all_runs_have():
     seeds = [rows(1.0, 2.0, 3.0), rows(3.0, None, 5.0), rows(5.0, 6.0, 7.0, 8.0)]
     found = bands(seeds, ["m"], "range")["m"]

@@ -122,7 +122,7 @@ class RunCache:
     def episode(self, run: str, kind: str, step: int, line: int) -> Episode:
         found = self.episodes(run, kind, step, [line])
         if line not in found:
-            raise HTTPException(404, f"{run} has no episode {line} in step {step} ({kind})")
+            raise HTTPException(404, f"{run} has no episode in line {line + 1} of step {step} ({kind})")
         return found[line]
 
     def group(self, run: str, kind: str, step: int, line: int) -> list[dict[str, Any]]:
@@ -131,7 +131,7 @@ class RunCache:
             query = "SELECT tree FROM episodes WHERE kind = ? AND step = ? AND line = ?"
             tree = rows.execute(query, (kind, step, line)).fetchone()
             if tree is None:
-                raise HTTPException(404, f"{run} has no episode {line} in step {step} ({kind})")
+                raise HTTPException(404, f"{run} has no episode in line {line + 1} of step {step} ({kind})")
             query = f"{episode_search.ROWS} WHERE kind = ? AND step = ? AND tree = ? ORDER BY line"
             return [dict(row) for row in rows.execute(query, (kind, step, tree["tree"]))]
 
@@ -187,6 +187,11 @@ async def _error_response(status: int, request: Request, error: Exception) -> Re
     return JSONResponse({"detail": detail}, status)
 
 
+def range_of(axis: series.Axis = "step", low: float | None = None, high: float | None = None) -> series.Range | None:
+    """The part of an axis that a chart shows."""
+    return None if low is None or high is None else (axis, low, high)
+
+
 def _add_runs(app: FastAPI, cache: RunCache) -> None:
     @app.get("/api/runs")
     def runs(find: str = "", by: str = "") -> Response:
@@ -217,17 +222,20 @@ def _add_runs(app: FastAPI, cache: RunCache) -> None:
         return json_response(list(dict.fromkeys(n for name in run for n in folders.names_of(cache.rows(name)))))
 
     @app.get("/api/series")
-    def series_of(run: Names, name: MetricNames) -> Response:
+    def series_of(run: Names, name: MetricNames, within: Annotated[series.Range | None, Depends(range_of)]) -> Response:
         """Metrics of these runs for charts."""
-        return json_response({one: series.series(cache.rows(one), name) for one in run})
+        return json_response({one: series.series(cache.rows(one), name, within) for one in run})
 
     @app.get("/api/bands")
-    def bands(run: Names, name: MetricNames, band: series.Band = "range") -> Response:
+    def bands(
+        run: Names, name: MetricNames, within: Annotated[series.Range | None, Depends(range_of)],
+        band: series.Band = "range",
+    ) -> Response:  # fmt: skip
         """Runs of equal settings with different seeds, and the mean of their metrics with a band."""
         groups = series.seed_groups({one: folders.read_config(cache.folder(one)) for one in run})
         found = []
         for changes, runs in groups.items():
-            means = series.bands([cache.rows(one) for one in runs], name, band) if len(runs) > 1 else {}
+            means = series.bands([cache.rows(one) for one in runs], name, band, within) if len(runs) > 1 else {}
             seeds = [folders.read_config(cache.folder(one)).get("seed") for one in runs]
             found.append({"changes": changes, "runs": runs, "seeds": seeds, "means": means})
         return json_response(found)

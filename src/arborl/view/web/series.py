@@ -17,6 +17,9 @@ MAX_POINTS = 1200
 SEED_KEYS = ("seed", "output_dir", "name", "trainer.checkpoint_dir")
 """Settings that may differ between runs that are averaged."""
 AXES = ("step", "seconds", "tokens")
+Axis = Literal["step", "seconds", "tokens"]
+Range = tuple[Axis, float, float]
+"""An axis and the ends of the part of it that is shown."""
 Band = Literal["range", "interval"]
 """`range`: lowest to highest value; `interval`: 95 % interval of the mean (Student's t)."""
 Columns = dict[str, list[Any]]
@@ -24,17 +27,18 @@ Point = tuple[Any, ...]
 """Step, seconds, tokens, value, and of a mean the lower and the upper end of its band."""
 
 
-def series(rows: Rows, names: Sequence[str]) -> dict[str, Columns]:
-    """Steps, seconds of training, tokens and values of each metric. A value that is not finite is None."""
+def series(rows: Rows, names: Sequence[str], within: Range | None = None) -> dict[str, Columns]:
+    """Steps, seconds of training, tokens and values of each metric. A value that is not finite is None. With `within`,
+    the points of a range and its neighbours only, in more detail if there are many."""
     found = {}
     for name in names:
         points = [point for point in _points(rows, name) if point is not None]
         if points:
-            found[name] = _columns(points, (*AXES, "value"))
+            found[name] = _columns(points, (*AXES, "value"), within)
     return found
 
 
-def bands(runs: Sequence[Rows], names: Sequence[str], band: Band) -> dict[str, Columns]:
+def bands(runs: Sequence[Rows], names: Sequence[str], band: Band, within: Range | None = None) -> dict[str, Columns]:
     """Mean and band of each metric over runs of one setting, at steps at which all runs have a finite value."""
     found = {}
     for name in names:
@@ -44,7 +48,7 @@ def bands(runs: Sequence[Rows], names: Sequence[str], band: Band) -> dict[str, C
         steps = sorted(set.intersection(*map(set, by_step))) if by_step else []
         points = [_mean_point([points[step] for points in by_step], band) for step in steps]
         if points:
-            found[name] = _columns(points, (*AXES, "value", "low", "high"))
+            found[name] = _columns(points, (*AXES, "value", "low", "high"), within)
     return found
 
 
@@ -79,7 +83,11 @@ def tokens_of(row: Mapping[str, Any]) -> float:
     return finite_number(row.get("learner/terms")) or 0
 
 
-def _columns(points: list[Point], names: Sequence[str]) -> Columns:
+def _columns(points: list[Point], names: Sequence[str], within: Range | None) -> Columns:
+    if within is not None and len(points) > MAX_POINTS:
+        column, low, high = AXES.index(within[0]), *within[1:]
+        inside = [at for at, point in enumerate(points) if low <= point[column] <= high]
+        points = points[max(inside[0] - 1, 0) : inside[-1] + 2] if inside else points
     kept = downsample(points)
     columns: Columns = dict(zip(names, ([*column] for column in zip(*kept, strict=True)), strict=True))
     return columns | ({"of": [len(points)]} if len(kept) < len(points) else {})

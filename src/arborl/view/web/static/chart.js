@@ -49,7 +49,7 @@ const tick = (value) => (Math.abs(value) >= 1e4 && Math.abs(value) < 1e15 ? valu
 export function chart({ title, lines, much = 0, xName = "step", board = null, window: mark = null, height = 190, zero = false, log = false, onLog = null, note = "" }) {
   const plot = h("div.plot", { tabindex: 0, role: "img", "aria-label": `${title}: ${lines.length} lines by ${xName}`, "aria-keyshortcuts": "ArrowLeft ArrowRight + - 0 l" });
   const tip = h("div.tip", { hidden: true }), notes = h("p.chart-notes", { hidden: true });
-  const reset = h("button.mini", { type: "button", hidden: true, title: "Show everything again (0, or double click)", onclick: () => zoom(null) }, "reset zoom");
+  const reset = h("button.mini", { type: "button", hidden: true, "aria-label": "reset zoom", title: "Show everything again (0, or double click)", onclick: () => zoom(null) }, "reset");
   const logButton = h("button.mini", { type: "button", "aria-pressed": String(log), title: "Log scale of the values (l)", onclick: () => setLog(!log) }, "log");
   const button = (name, tells, does) => h("button.mini", { type: "button", title: tells, "aria-label": `${name} of ${visible(title)}`, onclick: does }, name);
   const file = () => visible(title).replace(/[^\w.-]+/g, "-") || "chart";
@@ -92,8 +92,9 @@ export function chart({ title, lines, much = 0, xName = "step", board = null, wi
     const whole = [least(xs), most(xs)];
     let [x0, x1] = view() ?? whole;
     if (x0 === x1) [x0, x1] = [x0 - 1, x1 + 1];
-    const ys = drawn.flatMap((line) => [much && line.y.length > 400 ? line.soft : line.y, line.low ?? [], line.high ?? []]
-      .flatMap((column) => column.filter((value, at) => value !== null && line.x[at] >= x0 && line.x[at] <= x1))).concat(mark === null ? [] : [mark], zero ? [0] : []);
+    const values = (from, to) => drawn.flatMap((line) => [much && line.y.length > 400 ? line.soft : line.y, line.low ?? [], line.high ?? []]
+      .flatMap((column) => column.filter((value, at) => value !== null && line.x[at] >= from && line.x[at] <= to)));
+    const seen = values(x0, x1), ys = (seen.length ? seen : values(...whole)).concat(mark === null ? [] : [mark], zero ? [0] : []);
     const positive = ys.filter((y) => y > 0), logged = log && positive.length > 0;
     let [y0, y1] = logged ? [least(positive), most(positive)] : ys.length ? [least(ys), most(ys)] : [0, 1];
     if (y0 === y1) [y0, y1] = logged ? [y0 / 2, y1 * 2] : [y0 - (Math.abs(y0) * 0.1 || 0.5), y1 + (Math.abs(y1) * 0.1 || 0.5)];
@@ -157,7 +158,7 @@ export function chart({ title, lines, much = 0, xName = "step", board = null, wi
 
   /** A range within the whole; null if it is all of it. */
   function narrowed([from, to]) {
-    const [low, high] = scale.whole, wide = Math.min(to - from, high - low);
+    const [low, high] = board?.whole ?? scale.whole, wide = Math.min(to - from, high - low);
     if (!(wide > 0) || wide >= high - low) return null;
     const begin = Math.min(Math.max(from, low), high - wide);
     return [begin, begin + wide];
@@ -177,7 +178,7 @@ export function chart({ title, lines, much = 0, xName = "step", board = null, wi
   const place = (event) => event.clientX - plot.getBoundingClientRect().left;
   const valueAt = (pixels) => Math.min(scale.x1, Math.max(scale.x0, scale.x0 + ((pixels - LEFT) / (scale.width - LEFT - RIGHT)) * (scale.x1 - scale.x0)));
   const select = (from, to) => { const box = plot.querySelector(".selection"); box?.setAttribute("x", Math.min(from, to)); box?.setAttribute("width", Math.abs(to - from)); };
-  plot.addEventListener("pointerdown", (event) => { if (scale && event.button === 0) { drag = place(event); plot.setPointerCapture(event.pointerId); } });
+  plot.addEventListener("pointerdown", (event) => { if (scale && event.button === 0) { drag = place(event); plot.classList.add("dragged"); plot.setPointerCapture(event.pointerId); } });
   plot.addEventListener("pointermove", (event) => {
     if (!scale) return;
     const at = valueAt(place(event));
@@ -187,6 +188,7 @@ export function chart({ title, lines, much = 0, xName = "step", board = null, wi
   const dropped = (event) => {
     const from = drag;
     drag = null;
+    plot.classList.remove("dragged");
     select(-9, -9);
     if (from !== null && event.type === "pointerup" && Math.abs(place(event) - from) >= DRAG) zoom([valueAt(from), valueAt(place(event))].sort((a, b) => a - b));
   };
@@ -217,11 +219,11 @@ export function chart({ title, lines, much = 0, xName = "step", board = null, wi
   return api;
 }
 
-/** What the charts of a page share: one cursor, and one range of the horizontal axis (`view`, null: all). */
-export function newBoard({ view = null, onZoom = () => {} } = {}) {
+/** What the charts of a page share: one cursor, and one range of the horizontal axis (`view`, null: all) within `whole` (null: what is drawn). */
+export function newBoard({ view = null, whole = null, onZoom = () => {} } = {}) {
   const charts = new Set();
   const board = {
-    charts, view,
+    charts, view, whole,
     point: (x, who) => charts.forEach((one) => one.point(x, one === who)),
     zoom: (range) => { board.view = range; onZoom(range); charts.forEach((one) => one.draw()); },
   };

@@ -30,7 +30,7 @@ export function curves({ runs, colour, at, title = "Curves" }) {
   };
   const legend = h("div.lines"), all = h("div.all"), seeds = h("label", { hidden: true });
   const reset = h("button", { type: "button", hidden: !state.view, onclick: () => board.zoom(null) }, "Reset zoom");
-  let board = newBoard(), turn = 0;
+  let board = newBoard(), turn = 0, whole = null, waiting = 0;
   const keep = () => note({
     axis: state.axis === "step" ? "" : state.axis, smooth: state.much || "", find: state.find, open: [...state.opened], log: [...state.logged],
     zoom: state.view ? state.view.map((end) => Number(end.toPrecision(6))).join("_") : "", band: state.band === "range" ? "" : state.band,
@@ -47,11 +47,15 @@ export function curves({ runs, colour, at, title = "Curves" }) {
     }
     const isOpen = (room) => Boolean(state.find) || state.opened.has(room);
     const wanted = [...first, ...[...rooms].filter(([room]) => isOpen(room)).flatMap(([, some]) => some)].slice(0, MOST);
+    const part = state.view && whole ? { axis: state.axis, low: state.view[0], high: state.view[1] } : {};
     const [data, groups] = wanted.length
-      ? await Promise.all([get("series", { run: chosen, name: wanted }), chosen.length > 1 ? get("bands", { run: chosen, name: wanted, band: state.band === "interval" ? "interval" : "range" }) : []])
+      ? await Promise.all([get("series", { run: chosen, name: wanted, ...part }), chosen.length > 1 ? get("bands", { run: chosen, name: wanted, ...part, band: state.band === "interval" ? "interval" : "range" }) : []])
       : [{}, []];
-    if (mine !== turn) return;
-    board = newBoard({ view: state.view, onZoom: (range) => { state.view = range; reset.hidden = !range; keep(); } });
+    if (mine !== turn || all.querySelector(".dragged")) return;
+    const columns = Object.values(data).flatMap((run) => Object.values(run)), thinned = columns.some((found) => found.of);
+    if (!part.axis) whole = thinned ? wholeOf(columns.map((found) => found[state.axis])) : null;
+    board = newBoard({ view: state.view, whole, onZoom: (range) => { state.view = range; reset.hidden = !range; keep(); if (whole) { clearTimeout(waiting); waiting = setTimeout(draw, 150); } } });
+    if (state.view && whole && !part.axis) return draw(); // in the detail of the range
     reset.hidden = !state.view;
     drawLegend(chosen, groups);
     const section = (room, some) => charts(room, some, data, groups, chosen);
@@ -127,7 +131,7 @@ export function curves({ runs, colour, at, title = "Curves" }) {
     soft.addEventListener("input", later(() => { state.much = Number(soft.value); keep(); draw(); }, 60));
     const log = h("input", { type: "checkbox", checked: state.logged.has("all"), onchange: () => { state.logged = new Set(log.checked ? ["all"] : []); keep(); board.charts.forEach((made) => made.setLog(log.checked)); } });
     put(seeds, "seeds ", select("seeds", BANDS, state.band, (value) => { state.band = value; }));
-    return h("div.tools", {}, h("h2", {}, title), h("label", {}, "axis ", select("axis", AXES, state.axis, (value) => { state.axis = value; state.view = null; })),
+    return h("div.tools", {}, h("h2", {}, title), h("label", {}, "axis ", select("axis", AXES, state.axis, (value) => { state.axis = value; state.view = whole = null; })),
       h("label", {}, log, " log scale"), h("label", {}, "smoothing ", soft), seeds, find, reset);
   }
 
@@ -138,6 +142,11 @@ export function curves({ runs, colour, at, title = "Curves" }) {
 /** Whether a metric has one value in every run, and more than one point. */
 function isConstant(columns) {
   return columns.some((values) => values.length > 1) && columns.every((values) => values.every((value) => value !== null && value === values[0]));
+}
+
+/** The ends of all columns. */
+function wholeOf(columns) {
+  return [Math.min(...columns.map((column) => column[0])), Math.max(...columns.map((column) => column[column.length - 1]))];
 }
 
 function labelOf(group) {
