@@ -163,6 +163,7 @@ def make_app(root: Path) -> FastAPI:
     delete_unused(user_cache())
     cache = RunCache(folders.RunFolders(root))
     _add_runs(app, cache)
+    _add_charts(app, cache)
     _add_run(app, cache)
     _add_episodes(app, cache)
     _add_reading(app, cache)
@@ -216,6 +217,24 @@ def _add_runs(app: FastAPI, cache: RunCache) -> None:
         differ, same = folders.differences([folders.read_config(cache.folder(name)) for name in run])
         return json_response({"runs": run, "differ": differ, "same": same})
 
+    @app.get("/api/pulse")
+    def pulse(run: Annotated[list[str], Query(max_length=MAX_RUNS)] = [], every: bool = False) -> Response:  # noqa: B006
+        """Changes whenever there is something new in these runs; with `every`, also in the list of all runs."""
+        known = cache.runs.all()
+        found: dict[str, Any] = {"": [len(known)]}
+        if every:
+            stamps = [folders.stamps_of(folder, LISTED_FILES) for folder in known.values()]
+            found[""] += [zlib.crc32(repr(stamps).encode())]
+        for name in run:
+            if name in known:
+                newest = max((file.changed for file in EpisodeIndex(known[name]).files()), default=0)
+                state = folders.run_state(known[name])["state"]
+                others = folders.stamps_of(known[name], (TAGS_FILE, "run.log"))
+                found[name] = [*folders.stamp_of(known[name]), newest, state, *others]
+        return json_response(found)
+
+
+def _add_charts(app: FastAPI, cache: RunCache) -> None:
     @app.get("/api/names")
     def names(run: Names) -> Response:
         """Names of the runs' metrics."""
@@ -238,22 +257,6 @@ def _add_runs(app: FastAPI, cache: RunCache) -> None:
             means = series.bands([cache.rows(one) for one in runs], name, band, within) if len(runs) > 1 else {}
             seeds = [folders.read_config(cache.folder(one)).get("seed") for one in runs]
             found.append({"changes": changes, "runs": runs, "seeds": seeds, "means": means})
-        return json_response(found)
-
-    @app.get("/api/pulse")
-    def pulse(run: Annotated[list[str], Query(max_length=MAX_RUNS)] = [], every: bool = False) -> Response:  # noqa: B006
-        """Changes whenever there is something new in these runs; with `every`, also in the list of all runs."""
-        known = cache.runs.all()
-        found: dict[str, Any] = {"": [len(known)]}
-        if every:
-            stamps = [folders.stamps_of(folder, LISTED_FILES) for folder in known.values()]
-            found[""] += [zlib.crc32(repr(stamps).encode())]
-        for name in run:
-            if name in known:
-                newest = max((file.changed for file in EpisodeIndex(known[name]).files()), default=0)
-                state = folders.run_state(known[name])["state"]
-                others = folders.stamps_of(known[name], (TAGS_FILE, "run.log"))
-                found[name] = [*folders.stamp_of(known[name]), newest, state, *others]
         return json_response(found)
 
 
