@@ -23,9 +23,9 @@ def invoke(*words: str) -> Result:
 
 
 def settled(folder: Path) -> list[dict]:
-    """A run's metrics without the ones that are about time."""
+    """A run's metrics without the ones that are about time and the machine."""
     return [
-        {k: v for k, v in row.items() if not (k.startswith("time/") or "second" in k)}
+        {k: v for k, v in row.items() if not (k.startswith(("time/", "system/")) or "second" in k)}
         for row in read_metrics(folder / "metrics.jsonl")
     ]
 

@@ -16,6 +16,8 @@ LOOKS = (Path(__file__).parent / "looks.js").read_text()
 PLACE = "run=a&kind=train&step=2&line=1"
 PAGES = {
     "runs": "#/runs?run=a&run=b&smooth=0.5",
+    "grouped": "#/runs?by=learner.lr",
+    "run": "#/run?run=a&settings=all",
     "episodes": "#/episodes?run=a",
     "episode": f"#/episode?{PLACE}&colour=advantage&token=0.1",
     "conversation": f"#/episode?{PLACE}",
@@ -25,7 +27,8 @@ PAGES = {
     "gradient": "#/gradient?run=a&step=2",
 }
 READY = {
-    "runs": ".chart svg", "episodes": "tbody tr", "episode": ".about dl", "conversation": ".tool-result",
+    "runs": ".chart svg", "grouped": "tr.group", "run": ".findings li", "episodes": "tbody tr",
+    "episode": ".about dl", "conversation": ".tool-result",
     "failed": ".trace", "group": ".tree rect", "beside": ".parted", "gradient": ".pushes tbody tr",
 }  # fmt: skip
 
@@ -174,6 +177,10 @@ def test_a_run_is_followed_while_it_goes_on(page, tmp_path, viewed):
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
         expect(page.locator(".runs")).to_contain_text("lake", timeout=120_000)
         page.get_by_role("link", name="lake").click()
+        expect(page.locator("h1")).to_contain_text("lake")
+        expect(page.locator("h1 .state")).to_have_text("running")
+        expect(page.locator(".tile").first).to_contain_text(re.compile("[1-4] / 4"), timeout=120_000)
+        page.keyboard.press("2")
         expect(page.locator("tbody tr").first).to_be_visible(timeout=120_000)
         expect(page.locator("main")).to_contain_text("16 episodes", timeout=120_000)  # without a reload of the page
         run.wait()

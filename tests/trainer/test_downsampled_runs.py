@@ -34,7 +34,7 @@ def run(folder: Path, *settings: str) -> tuple[list[dict[str, float]], dict[str,
 
 def outcome(folder: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     rows = [
-        {name: value for name, value in row.items() if not (name.startswith("time/") or "second" in name)}
+        {name: value for name, value in row.items() if not (name.startswith(("time/", "system/")) or "second" in name)}
         for row in read_metrics(folder / "metrics.jsonl")
     ]
     return rows, load_file(sorted((folder / "checkpoints").iterdir())[-1] / "model" / "model.safetensors")

@@ -325,6 +325,26 @@ def _plain(value: Any, path: str) -> Any:
     )
 
 
+def flatten(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Values by dotted key; a list is one value."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= flatten(value, f"{above}{key}.")
+        else:
+            found[f"{above}{key}"] = value
+    return found
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Key and values of the settings that differ between two plain configurations; secrets are neither compared nor
+    returned."""
+    old, new = (flatten(mask_secrets(tree)) for tree in (before, now))
+    for key in sorted(old.keys() | new.keys()):
+        if key != "output_dir" and old.get(key) != new.get(key):
+            yield key, old.get(key), new.get(key)
+
+
 def _escaped(value: Any) -> Any:
     """Escape `${`: in a resolved tree it is text, not a reference."""
     if isinstance(value, dict):

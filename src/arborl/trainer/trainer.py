@@ -32,6 +32,7 @@ from arborl.seeds import derive
 from arborl.spans import end_open_spans, span
 from arborl.track.tracker import Tracker
 from arborl.trainer.step_metrics import SKIPPED_COUNTERS, batch_metrics, episode_metrics
+from arborl.trainer.system_usage import SystemUsage
 from arborl.trainer.training_batch import prepare_batch
 from arborl.trainer.weight_probe import WeightSyncProbe
 from arborl.types import Group, Metrics, Terms
@@ -165,6 +166,7 @@ class Trainer:
         self.credited: CreditedBatch | None = None
         self.train_seconds = 0.0
         self.idle_since = time.perf_counter()
+        self.usage = SystemUsage()
 
     async def fit(self) -> None:
         self.idle_since = time.perf_counter()
@@ -296,7 +298,8 @@ class Trainer:
                 await hook.after(self, groups, metrics)
         finally:
             save_seconds = self.save.seconds() if self.save is not None else {}
-            self.tracker.log(metrics | self._idle_seconds(timer) | timer.metrics() | save_seconds, step=self.step)
+            seconds = self._idle_seconds(timer) | timer.metrics() | save_seconds
+            self.tracker.log(metrics | seconds | self.usage.metrics(), step=self.step)
         for warning in self.diagnosis_monitor.add(metrics | {"step": self.step}):
             log.warning(warning)
         episodes = [episode for group in groups for episode in group.episodes]

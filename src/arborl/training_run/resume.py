@@ -11,15 +11,15 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 from arborl import checkpoint
 from arborl.config.algorithm_config import AlgorithmConfig
-from arborl.config.config_base import to_plain, validate
+from arborl.config.config_base import changed_settings, to_plain, validate
 from arborl.config.load_config import load
 from arborl.config.run_config import RunConfig
-from arborl.config.secrets import mask_secrets
 from arborl.config.trust import imported_parts, is_signed
 from arborl.errors import ConfigError
 
@@ -112,24 +112,7 @@ def finished_summary(home: Path, start: ResumePoint, steps: int) -> dict[str, An
 
 
 def changes(before: RunConfig, now: RunConfig) -> Iterator[SettingChange]:
-    old, new = (
-        flatten(mask_secrets(to_plain(before))),
-        flatten(mask_secrets(to_plain(now))),
-    )  # secrets are neither compared nor printed
-    for key in sorted(old.keys() | new.keys()):
-        if key != "output_dir" and old.get(key) != new.get(key):
-            yield SettingChange(key, old.get(key), new.get(key))
-
-
-def flatten(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Values by dotted key; a list is one value."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            found |= flatten(value, f"{above}{key}.")
-        else:
-            found[f"{above}{key}"] = value
-    return found
+    return starmap(SettingChange, changed_settings(to_plain(before), to_plain(now)))
 
 
 def format_value(value: Any) -> str:

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from arborl.child_process import supervised_command
-from arborl.config.config_base import Config, setting_paths, to_plain
+from arborl.config.config_base import Config, flatten, setting_paths, to_plain
 from arborl.config.load_config import format_override, load
 from arborl.config.run_config import RunConfig
 from arborl.config.secrets import mask_secrets
 from arborl.errors import ConfigError, RunStopped, did_you_mean
 from arborl.models.model_files import resolve
 from arborl.training_run.build import check, count_steps
-from arborl.training_run.resume import flatten
 from arborl.tune.space import KEYS, Params, Space
 from arborl.tune.trial import Direction, StudyError, TrialReport
 

@@ -1,4 +1,4 @@
-"""The viewer's HTTP application and server. It only reads.
+"""The viewer's HTTP application and server. It only reads, except for the tags and note of a run (tags.py).
 
 Names from a browser are looked up in what was found on disk; none becomes a path or part of a query. The content of
 episodes may be hostile: it is sent as JSON and inserted into the page as text.
@@ -12,6 +12,7 @@ import math
 import re
 import socket
 import threading
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import uvicorn
-from fastapi import Depends, FastAPI, HTTPException, Query, Request
+from fastapi import Body, Depends, FastAPI, HTTPException, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from arborl.errors import ConfigError
@@ -27,11 +28,13 @@ from arborl.rollout.term_store import TermStore
 from arborl.tools.remote.http_middleware import PendingConnections, RequestFilter, uvicorn_config
 from arborl.track.folder_files import MAX_INT, Unreadable, entries_of, read_bytes, read_json
 from arborl.types import Episode
-from arborl.view.web import episode_search, folders, series
+from arborl.view.web import episode_search, folders, run_list, run_page, series
 from arborl.view.web.episode import calls_of, episode_as_dict, parsed
 from arborl.view.web.gradient import strongest
 from arborl.view.web.group import alternatives_of, divergence, tree_of
 from arborl.view.web.index import EpisodeIndex, delete_unused, user_cache
+from arborl.view.web.tags import FILE as TAGS_FILE
+from arborl.view.web.tags import Outdated, parse_tags, write_tags
 from arborl.view.web.token_text import Decode, decoder_of
 
 INDEX_SECONDS = 0.4
@@ -41,6 +44,11 @@ MAX_PICTURE = 2**26
 TERMS = re.compile(r"step-(\d{1,12})\.npz", re.ASCII)
 MAX_RUNS = 40
 """Runs in one request."""
+MAX_REPLAYS = 24
+MAX_BODY = 2**16
+"""Bytes of a request: tags and note, twice."""
+LISTED_FILES = ("metrics.jsonl", "summary.json", "config.yaml", TAGS_FILE)
+"""Files that change a run's row in the list."""
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
@@ -127,6 +135,19 @@ class RunCache:
             query = f"{episode_search.ROWS} WHERE kind = ? AND step = ? AND tree = ? ORDER BY line"
             return [dict(row) for row in rows.execute(query, (kind, step, tree["tree"]))]
 
+    def place(
+        self, run: str, step: int, episode: str, kinds: Sequence[str] = ("train", "evaluation")
+    ) -> dict[str, Any]:
+        """Kind and line of an episode of the step; empty if it is not found."""
+        for kind in kinds:
+            with self.at(run, kind, step).reading() as rows:
+                query = (
+                    "SELECT line FROM episodes JOIN names USING (number) WHERE kind = ? AND step = ? AND episode = ?"
+                )
+                if (found := rows.execute(query, (kind, step, episode)).fetchone()) is not None:
+                    return {"kind": kind, "line": found["line"]}
+        return {}
+
     def siblings(self, run: str, kind: str, step: int, line: int) -> tuple[list[dict[str, Any]], dict[int, Episode]]:
         """Rows and episodes of the group, if both exist: files may be replaced at any time."""
         rows = self.group(run, kind, step, line)
@@ -142,11 +163,13 @@ def make_app(root: Path) -> FastAPI:
     delete_unused(user_cache())
     cache = RunCache(folders.RunFolders(root))
     _add_runs(app, cache)
+    _add_charts(app, cache)
+    _add_run(app, cache)
     _add_episodes(app, cache)
     _add_reading(app, cache)
     _add_files(app, cache)
 
-    for kind, status in ((OSError, 500), (Unreadable, 409), (OverflowError, 422)):
+    for kind, status in ((OSError, 500), (Unreadable, 409), (OverflowError, 422), (ConfigError, 422)):
         app.add_exception_handler(kind, partial(_error_response, status))
 
     @app.middleware("http")
@@ -155,7 +178,7 @@ def make_app(root: Path) -> FastAPI:
         response.headers.update(HEADERS)
         return response
 
-    app.add_middleware(RequestFilter, key=None, max_body=4096)
+    app.add_middleware(RequestFilter, key=None, max_body=MAX_BODY)
     return app
 
 
@@ -172,17 +195,21 @@ def range_of(axis: series.Axis = "step", low: float | None = None, high: float |
 
 def _add_runs(app: FastAPI, cache: RunCache) -> None:
     @app.get("/api/runs")
-    def runs() -> Response:
-        """Every run with its state."""
+    def runs(find: str = "", by: str = "") -> Response:
+        """The runs that a filter selects, with their states; `by` is a field or setting to group them by."""
+        known = cache.runs.all()
+        conditions = run_list.parse_filter(find)
         found = []
-        for name, folder in cache.runs.all().items():
-            rows, problem = folders.read_rows(folder)
-            last = rows[-1] if rows else {}
-            shown = {name: last.get(name) for name in ("reward/mean", "episode/success")}
-            row = {"run": name, **folders.run_state(folder), "step": last.get("step", 0), "last": shown}
-            row["problems"] += [problem] if problem else []
-            found.append(row)
-        return json_response({"root": str(cache.runs.root), "runs": found})
+        for name, folder in known.items():
+            row = run_list.run_row(name, folder)
+            if run_list.matches(conditions, row, folder):
+                found.append(row | ({"group": run_list.setting_of(by, row, folder)} if by else {}))
+        return json_response({"root": str(cache.runs.root), "names": list(known), "runs": found})
+
+    @app.get("/api/varying")
+    def varying() -> Response:
+        """Keys of settings that differ between the runs."""
+        return json_response(run_list.varying_settings(cache.runs.all().values()))
 
     @app.get("/api/differences")
     def differences(run: Names) -> Response:
@@ -190,6 +217,24 @@ def _add_runs(app: FastAPI, cache: RunCache) -> None:
         differ, same = folders.differences([folders.read_config(cache.folder(name)) for name in run])
         return json_response({"runs": run, "differ": differ, "same": same})
 
+    @app.get("/api/pulse")
+    def pulse(run: Annotated[list[str], Query(max_length=MAX_RUNS)] = [], every: bool = False) -> Response:  # noqa: B006
+        """Changes whenever there is something new in these runs; with `every`, also in the list of all runs."""
+        known = cache.runs.all()
+        found: dict[str, Any] = {"": [len(known)]}
+        if every:
+            stamps = [folders.stamps_of(folder, LISTED_FILES) for folder in known.values()]
+            found[""] += [zlib.crc32(repr(stamps).encode())]
+        for name in run:
+            if name in known:
+                newest = max((file.changed for file in EpisodeIndex(known[name]).files()), default=0)
+                state = folders.run_state(known[name])["state"]
+                others = folders.stamps_of(known[name], (TAGS_FILE, "run.log"))
+                found[name] = [*folders.stamp_of(known[name]), newest, state, *others]
+        return json_response(found)
+
+
+def _add_charts(app: FastAPI, cache: RunCache) -> None:
     @app.get("/api/names")
     def names(run: Names) -> Response:
         """Names of the runs' metrics."""
@@ -214,17 +259,68 @@ def _add_runs(app: FastAPI, cache: RunCache) -> None:
             found.append({"changes": changes, "runs": runs, "seeds": seeds, "means": means})
         return json_response(found)
 
-    @app.get("/api/pulse")
-    def pulse(run: Annotated[list[str], Query(max_length=MAX_RUNS)] = []) -> Response:  # noqa: B006
-        """Changes whenever there is something new."""
-        known = cache.runs.all()
-        found: dict[str, Any] = {"": [len(known)]}
-        for name in run:
-            if name in known:
-                newest = max((file.changed for file in EpisodeIndex(known[name]).files()), default=0)
-                state = folders.run_state(known[name])["state"]
-                found[name] = [*folders.stamp_of(known[name]), newest, state]
+
+def _add_run(app: FastAPI, cache: RunCache) -> None:
+    findings = run_page.FindingsCache()
+
+    @app.get("/api/run")
+    def run_facts(run: str) -> Response:
+        """One run: state, execution, evaluation, tags."""
+        return json_response(run_page.run_facts(run, cache.folder(run)))
+
+    @app.get("/api/settings")
+    def settings(run: str) -> Response:
+        """The run's settings, and those that differ from the defaults."""
+        return json_response(run_page.run_settings(cache.folder(run)))
+
+    @app.get("/api/findings")
+    def run_findings(run: str) -> Response:
+        """The findings of the doctor, with the places of the episodes that show them."""
+        found = [finding.as_json() for finding in findings.of(cache.folder(run))]
+        for finding in found:
+            for shown in finding["evidence"]:
+                shown |= cache.place(run, shown["step"], shown["episode"])
         return json_response(found)
+
+    @app.get("/api/log")
+    def log(run: str, find: Annotated[str, Query(max_length=400)] = "", level: str = "") -> Response:
+        """The last lines of the run's log."""
+        return json_response(run_page.log_tail(cache.folder(run), find, level))
+
+    @app.get("/api/replays")
+    def replays(run: str) -> Response:
+        """GIFs of the run and their episodes."""
+        found = run_page.replays(cache.folder(run))[:MAX_REPLAYS]
+        for replay in found:
+            if "episode" in replay:
+                replay |= cache.place(run, replay["step"], replay["episode"], (replay["kind"],))
+        return json_response(found)
+
+    @app.put("/api/tags", dependencies=[Depends(require_own_page)])
+    def save_tags(run: str, body: Annotated[dict[str, Any], Body()]) -> Response:
+        """Replace the run's tags and note; `before` holds those that the page has read."""
+        folder = cache.folder(run)
+        try:
+            before = parse_tags(body.pop("before", {}))
+            write_tags(folder, parse_tags(body), before)
+        except Outdated as error:
+            raise HTTPException(409, str(error)) from None
+        except Unreadable as error:
+            raise HTTPException(409, str(error).removeprefix(f"{folder}/")) from None
+        except ConfigError as error:
+            raise HTTPException(422, str(error)) from None
+        except OSError as error:
+            raise HTTPException(403, f"the run folder cannot be written: {error.strerror}") from None
+        return json_response(run_page.run_facts(run, folder))
+
+
+def require_own_page(request: Request) -> None:
+    """Refuse a write that no page of this server has sent. `RequestFilter` has checked `Host` and `Origin`; this is for
+    requests without `Origin`: a page of another site cannot send JSON without a preflight, which is not answered."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    site = request.headers.get("sec-fetch-site", "same-origin")
+    if kind != "application/json" or site != "same-origin":
+        raise HTTPException(403, "only pages of the viewer can write")
 
 
 def _add_episodes(app: FastAPI, cache: RunCache) -> None:

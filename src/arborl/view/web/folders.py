@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -19,6 +20,8 @@ MAX_DEPTH = 4
 """Depth of the search for run folders."""
 RUN_FILES = ("config.yaml", "metrics.jsonl")
 """A folder with one of these is a run folder."""
+PARTS = {"model", "algorithm", "env", "agent", "engine"}
+"""Sections that may be written as a bare name."""
 IGNORED_KEYS = {"output_dir", "name"}
 """Keys that differ between any two runs."""
 LIST_SECONDS = 1.0
@@ -26,7 +29,10 @@ LIST_SECONDS = 1.0
 MAX_ENTRIES_BELOW = 20_000
 """Entries that are listed below each top-level folder."""
 MAX_IMAGES = 2000
+MAX_FILES = 4096
+"""Configurations, summaries and other small files in the cache."""
 MAX_TEXT = 400
+Stamp = tuple[int, int, int]
 
 
 class RunFolders:
@@ -66,14 +72,16 @@ def _below(folder: Path, depth: int, remaining: list[int] | None = None) -> Iter
 
 def run_state(folder: Path) -> dict[str, Any]:
     """State, progress and evaluation of a run, and problems with its files."""
-    config, bad_config = _read(folder / "config.yaml", read_yaml)
-    summary, bad_summary = _read(folder / "summary.json", read_json)
+    config, bad_config = read_mapping(folder / "config.yaml", read_yaml)
+    summary, bad_summary = read_mapping(folder / "summary.json", read_json)
     files = [folder / name for name in ("metrics.jsonl", "run.log", "config.yaml")]
     summary = _plain_summary(summary)
     return {
         "title": _text(config.get("name")) or folder.resolve().name,
         "state": _state(folder, summary),
+        "stub": config.get("stub") is True,
         "changed": max((_changed(path) for path in files), default=0.0),
+        "started": _changed(folder / "config.yaml") or _changed(folder / "metrics.jsonl"),
         "steps": finite_number(look_up(config, "trainer.steps")),
         "model": _text(look_up(config, "model.name")),
         "algorithm": _text(look_up(config, "algorithm.name")),
@@ -114,16 +122,16 @@ def _changed(path: Path) -> float:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The run's configuration; empty if it cannot be read."""
-    return _read(folder / "config.yaml", read_yaml)[0]
+    return read_mapping(folder / "config.yaml", read_yaml)[0]
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
     """The run's summary without values of wrong types; empty if there is none."""
-    found = _read(folder / "summary.json", read_json)[0]
+    found = read_mapping(folder / "summary.json", read_json)[0]
     return {key: value for key, value in _plain_summary(found).items() if key in found}
 
 
-def _read(path: Path, reader: Callable[[Path], Any]) -> tuple[dict[str, Any], str]:
+def read_mapping(path: Path, reader: Callable[[Path], Any]) -> tuple[dict[str, Any], str]:
     """The content of a file and its problem; cached until the file changes."""
     try:
         found = path.lstat()
@@ -132,7 +140,7 @@ def _read(path: Path, reader: Callable[[Path], Any]) -> tuple[dict[str, Any], st
     return _read_cached(path, reader, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
 
 
-@lru_cache(1024)
+@lru_cache(MAX_FILES)
 def _read_cached(path: Path, reader: Callable[[Path], Any], stamp: tuple[int, ...]) -> tuple[dict[str, Any], str]:
     try:
         found = reader(path)
@@ -141,6 +149,24 @@ def _read_cached(path: Path, reader: Callable[[Path], Any], stamp: tuple[int, ..
     except OSError as error:
         return {}, f"{path.name}: cannot be read: {error.strerror}"
     return (found, "") if isinstance(found, dict) else ({}, f"{path.name}: is not a mapping.")
+
+
+def read_execution(folder: Path) -> dict[str, str]:
+    """Device, precision and execution paths of the run; empty if they are not known."""
+    found = read_mapping(folder / "execution.json", read_json)[0]
+    return {name: text for name, value in list(found.items())[:20] if (text := _text(value)) is not None}
+
+
+def flat_config(folder: Path) -> dict[str, Any]:
+    """The run's settings by dotted key; cached until the file changes. A bare name of a part is its `name`."""
+    path = folder / "config.yaml"
+    return _flat_cached(path, _stamp(path))
+
+
+@lru_cache(MAX_FILES)
+def _flat_cached(path: Path, stamp: Stamp) -> dict[str, Any]:
+    found = flat(read_config(path.parent))
+    return {f"{key}.name" if key in PARTS and isinstance(value, str) else key: value for key, value in found.items()}
 
 
 def _plain_summary(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,10 +256,11 @@ def _text(value: Any) -> str | None:
 
 MAX_CACHED = 32
 """Files in the cache."""
+MAIN_METRICS = ("reward/mean", "episode/success", "policy/loss")
+"""Metrics whose first and last values the list of runs has."""
 MAX_VALUES = 5_000_000
 """Numbers of a run that are read; of more, those of the first steps."""
 
-Stamp = tuple[int, int, int]
 Rows = list[dict[str, Any]]
 _known: dict[Path, tuple[Stamp, Rows, str]] = {}
 _lock = threading.Lock()
@@ -272,11 +299,44 @@ def _read_rows(path: Path) -> tuple[Rows, str]:
 
 
 def stamp_of(folder: Path) -> Stamp:
+    return _stamp(folder / "metrics.jsonl")
+
+
+def _stamp(path: Path) -> Stamp:
+    """Changes with the file."""
     try:
-        found = (folder / "metrics.jsonl").lstat()
+        found = path.lstat()
     except OSError:
         return (0, 0, 0)
     return (found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def stamps_of(folder: Path, names: Sequence[str]) -> list[int]:
+    """Size and time of some files; changes with any of them."""
+    return [number for name in names for number in _stamp(folder / name)[1:]]
+
+
+def progress(folder: Path) -> dict[str, Any]:
+    """Last step, training seconds, first and last values of the main metrics; cached until the metrics change."""
+    return _progress_cached(folder / "metrics.jsonl", stamp_of(folder))
+
+
+@lru_cache(MAX_FILES)
+def _progress_cached(path: Path, stamp: Stamp) -> dict[str, Any]:
+    known = _known.get(path)
+    rows, problem = known[1:] if known is not None and known[0] == stamp else _read_rows(path)
+    ends: dict[str, list[float]] = {}
+    for name in MAIN_METRICS:
+        values = [value for row in rows if (value := finite_number(row.get(name))) is not None]
+        if values:
+            ends[name] = [values[0], values[-1]]
+    seconds = [value for row in rows if (value := finite_number(row.get("time/step"))) is not None]
+    return {
+        "step": rows[-1]["step"] if rows else 0,
+        "train_seconds": math.fsum(seconds) if seconds else None,
+        "ends": ends,
+        "problem": problem,
+    }
 
 
 def names_of(rows: Sequence[dict[str, Any]]) -> list[str]:

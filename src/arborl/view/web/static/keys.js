@@ -4,7 +4,7 @@ import { h, put } from "./dom.js";
 import { here, link } from "./place.js";
 
 const HELP = [
-  ["Everywhere", [["?", "these keys"], ["/", "search"], ["1 2 3", "runs, episodes, gradient"], ["d", "light or dark"], ["Esc", "back, or out of a field"]]],
+  ["Everywhere", [["?", "these keys"], ["/", "search"], ["1 2 3", "runs, episodes, gradient"], ["r", "the run"], ["d", "light or dark"], ["Esc", "back, or out of a field"]]],
   ["Lists", [["j k", "next, previous row"], ["Enter", "open it"], ["n p", "next, previous page"]]],
   ["Episode", [["← →", "token by token"], ["↑ ↓", "call by call"], ["c", "next colour"], ["v", "conversation or tokens"], ["[ ]", "previous, next episode"], ["t", "tree of its group"]]],
   ["A chart that has the focus", [["← →", "point by point"], ["+ -", "zoom in, out"], ["Shift ← →", "move the range"], ["0", "show everything"], ["l", "log scale"]]],
@@ -36,6 +36,7 @@ export function pressed(event, page, toggle) {
     "1": () => { location.hash = link("runs", { run }); },
     "2": () => { location.hash = link("episodes", { run: run.slice(0, 1) }); },
     "3": () => { location.hash = link("gradient", { run: run.slice(0, 1) }); },
+    r: () => { location.hash = link("run", { run: run.slice(0, 1) }); },
     d: toggle,
     Escape: () => history.back(),
   }[event.key];

@@ -8,10 +8,11 @@ import { episode } from "./page_episode.js";
 import { episodes } from "./page_episodes.js";
 import { gradient } from "./page_gradient.js";
 import { group } from "./page_group.js";
+import { run } from "./page_run.js";
 import { runs } from "./page_runs.js";
 import { here, link } from "./place.js";
 
-const PAGES = { runs, episodes, episode, group, beside, gradient };
+const PAGES = { runs, run, episodes, episode, group, beside, gradient };
 const EVERY = 2000;
 const page = document.getElementById("page");
 let shown = null; // what the present page knows to do: refresh, keys
@@ -28,6 +29,8 @@ async function draw() {
     if (mine !== turn) return;
     shown = made;
     put(page, made.element);
+    pulse = "";
+    beat().then(([now]) => { if (mine === turn) pulse ||= now; }, () => {});
     document.title = made.title ? `${visible(made.title)} · Arbor` : "Arbor";
     made.ready?.();
   } catch (error) {
@@ -35,12 +38,17 @@ async function draw() {
     if (mine === turn) shown = null;
   }
   page.removeAttribute("aria-busy");
-  pulse = "";
+}
+
+/** What changes with the runs of this page, and whether one of them is running. */
+async function beat() {
+  const found = await get("pulse", { run: here().all("run").slice(0, 40), every: shown?.every ? 1 : "" });
+  return [JSON.stringify(found), Object.values(found).some((one) => one.includes("running"))];
 }
 
 function nav(at) {
   const run = at.all("run").slice(0, 1);
-  const tabs = [["Runs", "runs", { run: at.all("run") }], ["Episodes", "episodes", { run }], ["Gradient", "gradient", { run }]];
+  const tabs = [["Runs", "runs", { run: at.all("run") }], ["Run", "run", { run }], ["Episodes", "episodes", { run }], ["Gradient", "gradient", { run }]];
   const under = { episode: "episodes", group: "episodes", beside: "episodes" };
   put(document.getElementById("nav"), tabs.map(([name, where, params]) =>
     h("a", { href: link(where, params), "aria-current": (under[at.page] ?? at.page) === where ? "page" : null }, name)));
@@ -49,12 +57,11 @@ function nav(at) {
 async function look() {
   try {
     if (document.hidden) return;
-    const found = await get("pulse", { run: here().all("run") });
-    const now = JSON.stringify(found);
-    const running = Object.values(found).some((one) => one.includes("running"));
+    const asked = shown;
+    const [now, running] = await beat();
     document.getElementById("live").hidden = !running;
-    if (pulse && now !== pulse) await shown?.refresh?.();
-    pulse = now;
+    if (asked === shown && pulse && now !== pulse) await shown?.refresh?.();
+    if (asked === shown) pulse = now; // else another page was opened meanwhile
     say("");
   } catch {
     say("The viewer does not answer. Is `arborl view` still running?");
