@@ -99,7 +99,7 @@ def inspect(
     from arborl.chat import Renderer
     from arborl.data.reading.row_reader import RowReader
     from arborl.data.reading.table_files import open_table
-    from arborl.models.model_loading import resolve
+    from arborl.models.model_files import resolve
 
     table, reader = open_table(Path(file)), RowReader(Path(file).stem, question)
     total = int(table.sizes.sum())
@@ -185,7 +185,7 @@ def open_mixture(config: RunConfig) -> Mixture:
     if any(source.max_prompt_tokens for source in [config.data, *config.data.sources.values()]):
         from arborl.chat import Renderer
         from arborl.envs.prompt_wrapper import prepend_system_prompt as with_system
-        from arborl.models.model_loading import resolve
+        from arborl.models.model_files import resolve
 
         model = config.model
         renderer = Renderer.from_folder(

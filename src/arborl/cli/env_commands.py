@@ -366,7 +366,7 @@ def play_config(model: str, name: str, args: Mapping[str, Any], prompt: Mapping[
 def model_folder(path: str) -> Path:
     """The model folder of a run's last checkpoint, of a checkpoint, or the path itself."""
     from arborl.checkpoint import checkpoint
-    from arborl.models.model_loading import is_model_folder
+    from arborl.models.model_files import is_model_folder
 
     folder = Path(path).expanduser()
     if (folder / "checkpoints").is_dir():
