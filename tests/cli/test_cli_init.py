@@ -73,3 +73,9 @@ def test_an_unknown_recipe_is_named_with_the_known_ones(here: Path) -> None:
     assert "Did you mean 'statelm'? Known: calculator, code," in call("--recipe", "statelmm").stderr
     assert "Leave the part and --path out" in call("env", "x", "--recipe", "statelm").stderr
     assert list(here.iterdir()) == []
+
+
+def test_a_preset_with_generated_rows_says_how_to_make_them_unless_they_exist(here: Path) -> None:
+    assert "arborl data make arithmetic --out .\nCheck it" in call("--preset", "tools").output
+    (here / "arithmetic.json").write_text("[]")
+    assert "data make" not in call("--preset", "tools", "--force").output

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console as RichConsole
 from typer.testing import CliRunner
 
+import arborl
 from arborl.cli.main import app
 from arborl.errors import ConfigError
 from arborl.track import Console, table_before_after
@@ -197,3 +198,12 @@ def test_a_server_that_refuses_spans_is_logged_once_and_delays_nothing(monkeypat
         pass
     assert time.monotonic() - began < 10
     assert [record.name.partition(".")[0] for record in caplog.records] == ["opentelemetry"]
+
+
+def test_warnings_from_before_the_folder_exists_are_in_the_log_and_on_the_terminal(tmp_path, capsys):
+    rows = [{"question": "1+1?", "answer": "2"}]
+    with bare():
+        run = arborl.run(data=rows, rewards=["exact"], stub=True, steps=1, output_dir=str(tmp_path / "run"))
+    written = (run.folder / "run.log").read_text()
+    assert "WARNING" in written.partition("nothing is held out")[0].splitlines()[-1]
+    assert "nothing is held out" in capsys.readouterr().err

@@ -42,7 +42,10 @@ def init(
         texts, hint = part_files(kind, name, path)
     else:
         path = path or Path("config.yaml")
-        texts, hint = {path: configuration_text(path, preset)}, f"Check it: arborl train {path} --print"
+        text = configuration_text(path, preset)
+        texts, hint = {path: text}, f"Check it: arborl train {path} --print"
+        if "arithmetic.json" in text and not Path("arithmetic.json").exists():
+            hint = f"Make its rows: arborl data make arithmetic --out .\n{hint}"
     existing = [str(file) for file in texts if file.exists()]
     if existing and not force:
         raise ConfigError(f"{', '.join(existing)}: exists already. Write another name, or --force to overwrite.")

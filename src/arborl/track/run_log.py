@@ -14,7 +14,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -99,11 +99,43 @@ def _stream_handlers() -> list[logging.StreamHandler[Any]]:
     return [handler for handler in handlers if isinstance(handler, logging.StreamHandler)]
 
 
-class RunLog:
-    """The open file; our log records from its level on are written to it. Secrets of `config` are masked."""
+class _Collector(logging.Handler):
+    def __init__(self, records: list[logging.LogRecord]):
+        super().__init__(logging.WARNING)
+        self.records = records
 
-    def __init__(self, path: Path, config: Any = None):
-        self.path, self.veil = path, SecretRedactor(config)
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@contextmanager
+def recorded_warnings() -> Iterator[list[logging.LogRecord]]:
+    """Collect our warnings, which are shown as usual, for a `run.log` that does not exist yet."""
+    records: list[logging.LogRecord] = []
+    handler = _Collector(records)
+    last_resort = logging.lastResort if not logging.root.handlers else None  # our handler would silence it
+    OURS.addHandler(handler)
+    if last_resort is not None:
+        logging.root.addHandler(last_resort)
+    try:
+        yield records
+    finally:
+        OURS.removeHandler(handler)
+        if last_resort is not None:
+            logging.root.removeHandler(last_resort)
+
+
+class RunLog:
+    """The open file; our log records from its level on are written to it. Secrets of `config` are masked.
+
+    Args:
+        path: of the file.
+        config: of the run.
+        earlier: records from before the file was opened.
+    """
+
+    def __init__(self, path: Path, config: Any = None, earlier: Sequence[logging.LogRecord] = ()):
+        self.path, self.veil, self.earlier = path, SecretRedactor(config), earlier
         self.level = logging.DEBUG if debugging() or OURS.getEffectiveLevel() <= logging.DEBUG else logging.INFO
         self.formatter = logging.Formatter(FORMAT, "%Y-%m-%dT%H:%M:%S")
         self.formatter.converter = time.gmtime
@@ -115,6 +147,8 @@ class RunLog:
         _split.add(self)
         self.say(_versions())
         self.say(f"command: {shlex.join(sys.argv)}")
+        for record in self.earlier:
+            self.write(record)
         return self
 
     def __exit__(

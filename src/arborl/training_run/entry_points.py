@@ -19,6 +19,7 @@ from arborl.config.config_base import to_plain
 from arborl.config.load_config import from_kwargs
 from arborl.config.run_config import RunConfig
 from arborl.errors import LearnerRankLost
+from arborl.track.run_log import recorded_warnings
 from arborl.track.tracing import traced
 from arborl.training_run.build import build, count_steps
 from arborl.training_run.measure import MeasureOptions, play, policies
@@ -170,11 +171,14 @@ class _Training:
                 yield Run(home, summary, self.objects)
                 return
             check_changes(start, config, steps, self.objects)
-        parts = build(config, self.objects)
+        with recorded_warnings() as warnings:
+            parts = build(config, self.objects)
         from arborl.training_run.run_session import RunSession  # imports torch, which takes seconds; after all checks
 
         try:
-            yield RunSession(parts, home, start=start, saving=saving, hooks=self.hooks, recovery=self.recovery)
+            yield RunSession(
+                parts, home, start=start, saving=saving, hooks=self.hooks, recovery=self.recovery, warnings=warnings
+            )
         finally:
             parts.leave()
 

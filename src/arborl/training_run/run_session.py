@@ -66,12 +66,13 @@ class RunSession:
         saving: Callable[[], None] = lambda: None,
         hooks: Sequence[Hook] = (),
         recovery: RankRecovery | None = None,
+        warnings: Sequence[logging.LogRecord] = (),
     ):
         self.parts, self.config, self.home, self.start = parts, parts.config, home, start
         self.saving, self.hooks, self.recovery = saving, list(hooks), recovery or RankRecovery(0)
         self.start_time = time.monotonic()
         self.before: Metrics = {}
-        self.log = RunLog(home / "run.log", to_plain(self.config))
+        self.log = RunLog(home / "run.log", to_plain(self.config), warnings)
         self.trackers = Trackers([])
         self.summary: dict[str, Any] = {}
         self.execution: dict[str, str] = {}
