@@ -60,6 +60,6 @@ def test_a_resumed_run_does_not_tell_that_a_secret_changed():
 
 def test_texts_lose_the_secrets_of_configuration_and_environment(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "from-outside")
-    veil = SecretRedactor({"api_key": "sk-123456", "longer_token": "sk-1234567", "password": "abc"})
-    output = veil("sk-1234567 sk-123456 from-outside abc redis://u:pw@h")
+    redact = SecretRedactor({"api_key": "sk-123456", "longer_token": "sk-1234567", "password": "abc"})
+    output = redact("sk-1234567 sk-123456 from-outside abc redis://u:pw@h")
     assert output == "*** *** *** abc redis://u:***@h"  # too short a one would hide words

@@ -482,7 +482,7 @@ def scaled(draft: Draft, key: str, value: Any) -> None:
 
 def output(draft: Draft, key: str, value: Any) -> None:
     if value is None or isinstance(value, RunTimeValue):
-        draft.skip(key, value, "only known when the script runs; a run lies in runs/NAME-001")
+        draft.skip(key, value, "only known when the script runs; a run is in runs/NAME-001")
     else:
         draft.set(key, value, "output_dir", str(value))
 

@@ -135,7 +135,7 @@ class RunLog:
     """
 
     def __init__(self, path: Path, config: Any = None, earlier: Sequence[logging.LogRecord] = ()):
-        self.path, self.veil, self.earlier = path, SecretRedactor(config), earlier
+        self.path, self.redact, self.earlier = path, SecretRedactor(config), earlier
         self.level = logging.DEBUG if debugging() or OURS.getEffectiveLevel() <= logging.DEBUG else logging.INFO
         self.formatter = logging.Formatter(FORMAT, "%Y-%m-%dT%H:%M:%S")
         self.formatter.converter = time.gmtime
@@ -179,7 +179,7 @@ class RunLog:
         """Write one record; on a full disk the line is lost."""
         if record.levelno < self.level:
             return
-        text = self.veil(self.formatter.format(record))
+        text = self.redact(self.formatter.format(record))
         with self.lock:
             try:
                 self.file.write(text + "\n")

@@ -48,7 +48,7 @@ class HostError(ConfigError):
 class SshHosts:
     def __init__(self, spec: ClusterSpec, secrets: Mapping[str, str] | None = None):
         self.spec, self.open = spec, set[subprocess.Popen[str]]()
-        self.veil = SecretRedactor({name: {"secret": value} for name, value in (secrets or {}).items()})
+        self.redact = SecretRedactor({name: {"secret": value} for name, value in (secrets or {}).items()})
         if spec.ssh.key is not None and not spec.ssh.key.expanduser().is_file():
             raise ConfigError(f"ssh.key={spec.ssh.key}: no such file. Write the path of the private key.")
 
@@ -116,7 +116,7 @@ class SshHosts:
             raise HostError(host.address, answer["refused"])
         if late.is_set():
             raise HostError(host.address, f"no answer within {seconds:g} s.", reachable=False)
-        raise self._failed(host, process.returncode, self.veil("".join(stderr)).strip())
+        raise self._failed(host, process.returncode, self.redact("".join(stderr)).strip())
 
     def _converse(
         self, process: subprocess.Popen[str], line: str, on_message: Callable[[dict[str, Any]], None]
@@ -144,7 +144,7 @@ class SshHosts:
             return {name: self._veiled(value) for name, value in what.items()}
         if isinstance(what, list):
             return [self._veiled(value) for value in what]
-        return self.veil(what) if isinstance(what, str) else what
+        return self.redact(what) if isinstance(what, str) else what
 
     def _failed(self, host: HostConfig, code: int, stderr: str) -> HostError:
         python, where = self.spec.python_of(host), host.address

@@ -250,7 +250,7 @@ def _write_placeholder(folder: Path, file: Path, name: str, absent: re.Pattern[s
     inside = empty.is_relative_to(folder.parents[PLACEHOLDER_DEPTH - 1])
     if absent is None or not absent.fullmatch(name) or not inside or empty.exists():
         raise ConfigError(
-            f"{file}: its defaults name {name!r}, and there is no such file. Give the file where it lies in their "
+            f"{file}: its defaults name {name!r}, and there is no such file. Give the file at its place in their "
             "repository, with the folders beside it; or write what it takes from there into it."
         )
     empty.parent.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,7 @@ class ScriptSettings:
     variables: dict[str, Any] = field(default_factory=dict)
     """The script's own."""
     config: Path | None = None
-    """The YAML that it starts from, where it lies near the script."""
+    """The YAML that it starts from, if it is near the script."""
     mentions_trainer: bool = False
     """Whether a command or a variable mentions verl's trainer."""
 
@@ -134,7 +134,7 @@ def read_text(path: Path, newline: str | None = None) -> str:
 
 
 def near(script: Path, name: str) -> Path | None:
-    """The file that a script means by `name`, seen from where the script lies or from a folder above it.
+    """The file that a script means by `name`, relative to the folder of the script or a folder above it.
 
     What a script only learns by running, such as `$(git rev-parse --show-toplevel)`, stands for some folder above.
     """

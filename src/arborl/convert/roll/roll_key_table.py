@@ -487,7 +487,7 @@ CRITIC = {
 }  # fmt: skip
 JUDGE = role(
     "the judge is a server of yours: args.base_url of the reward", idle(NOT_TRAINED),
-    no("a judge is asked at temperature 0"), idle("see the reward judge"),
+    no("a judge is called at temperature 0"), idle("see the reward judge"),
 )  # fmt: skip
 FILTER = no("groups are dropped by rollout.group_filter, without thresholds")
 REWARD: dict[str, Rule] = {

@@ -429,7 +429,7 @@ WILDCARDS: dict[str, Rule] = {
         f"global_profiler. actor_rollout_ref.profiler. trainer.npu_profile. trainer.profile_steps {A}profiler. "
         f"{REF}profiler. {R}profiler. critic.profiler. reward_model.profiler.",
     ),
-    "hydra.": idle("where verl's own configuration lies"),
+    "hydra.": idle("place of verl's own configuration"),
     "logging.": idle("levels of verl's own loggers"),
     **named(
         idle("the engine gets weights from the learner; there is nothing to say about transport"), "",

@@ -104,10 +104,10 @@ def _statelm(draft: Draft) -> None:
         named = {ours: str(draft.source[name]) for name, ours in JUDGE.items() if draft.source.get(name)}
         args["open"] = {"name": "judge", "args": {"fallback": "exact"} | named}
     made = [{"name": "choice", "args": args}]
-    asked = (
+    options = (
         "" if len(args.get("open", {}).get("args", ())) == 3 else "; OPENAI_MODEL and OPENAI_BASE_URL name the judge"
     )
-    why = "" if scorer == "mcq" else f"the judge of open answers is asked with our own question{asked}"
+    why = "" if scorer == "mcq" else f"the judge of open answers gets our own prompt{options}"
     draft.set(FUNCTION, path, "rewards", made, why)
     for name in JUDGE if scorer == "statelm_qa" else ():
         if name in draft.source:

@@ -119,7 +119,7 @@ def length(draft: Draft, key: str, value: Any) -> None:
 ROWS: dict[str, Rule | tuple[Rule, Any]] = {
     "--module": idle("arborl train algorithm=sft"),
     "--config-name": rules.configuration,
-    "--config-path": idle("where the configuration lies"),
+    "--config-path": idle("place of the configuration"),
     "data.train_files": (text("data.path", variable="TRAIN_FILES"), "~/data/gsm8k/train.parquet"),
     "data.val_files": (text("data.evaluation_path"), "~/data/gsm8k/test.parquet"),
     "data.train_batch_size": (num("rollout.tasks_per_step"), 256),
@@ -204,8 +204,8 @@ ROWS: dict[str, Rule | tuple[Rule, Any]] = {
     "trainer.total_training_steps": num("trainer.steps", why="the decay ends with it, too"),
     "trainer.seed": (num("seed"), 1),
     "trainer.experiment_name": rules.run_name,
-    "trainer.project_name": idle("runs lie in runs/, under their names; trackers get the project"),
-    "trainer.default_local_dir": folder("output_dir", "a run lies in runs/NAME-001"),
+    "trainer.project_name": idle("runs are in runs/, under their names; trackers get the project"),
+    "trainer.default_local_dir": folder("output_dir", "a run is in runs/NAME-001"),
     "trainer.default_hdfs_dir": unless(None, "nothing is copied to HDFS: output_dir"),
     "trainer.logger": rules.loggers,
     "trainer.save_freq": positive("trainer.save_every"),
@@ -230,7 +230,7 @@ TABLE: dict[str, Rule] = back_ends("engine.", "engine.", "engine.") | {
 DEFAULTS: dict[str, Any] = {key: row[1] for key, row in ROWS.items() if isinstance(row, tuple)}
 PREFIXES: dict[str, Rule] = {
     "data.apply_chat_template_kwargs.": rules.chat_args,
-    "hydra.": idle("where verl's own configuration lies"),
+    "hydra.": idle("place of verl's own configuration"),
     "profiler.": idle("profiles of verl's workers; here every step's times are metrics"),
 }
 

@@ -167,8 +167,8 @@ class Conversation(TextGame):
 
     def state_key(self) -> str:
         """Scenario, persona, and all user messages so far."""
-        heard = " | ".join(message.content for message in self.messages if message.role == "user")
-        return f"{self.scenario.id}/{self.persona.name}/{heard}"
+        user_texts = " | ".join(message.content for message in self.messages if message.role == "user")
+        return f"{self.scenario.id}/{self.persona.name}/{user_texts}"
 
     def render(self) -> str:
         names = {"user": "User", "assistant": "Agent"}

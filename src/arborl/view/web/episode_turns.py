@@ -1,7 +1,7 @@
 """An episode as a conversation: each message, tool call, tool result and observation once, in order.
 
 An episode stores the messages of its turns, and of each model call the whole context and the reply. A context repeats
-what was said before, and the text of a sampled reply contains the tool calls that were parsed from it.
+earlier messages, and the text of a sampled reply contains the tool calls that were parsed from it.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ class _Writer:
 
     def add_turn(self, message: Message | None, calls: Sequence[tuple[int, Call]], turn: int, reward: float) -> None:
         """The model calls of a turn with what was added to their contexts, and the message to the environment."""
-        said: Message | None = None
+        reply: Message | None = None
         for number, call in calls:
             for added in self.added(call):
                 self.write(added, "context", turn)
-            said = call.reply
-            if said is not None and message is not None and said.content == message.content and call is calls[-1][1]:
-                said = message  # the same text, with the tool calls that the agent parsed
-            if said is not None:
-                self.write(said, "reply", turn, number)
+            reply = call.reply
+            if reply is not None and message is not None and reply.content == message.content and call is calls[-1][1]:
+                reply = message  # the same text, with the tool calls that the agent parsed
+            if reply is not None:
+                self.write(reply, "reply", turn, number)
             self.before = call
-        if message is not None and said is not message:
-            self.write(message, "reply", turn, calls[-1][0] if said is None and calls else None)
+        if message is not None and reply is not message:
+            self.write(message, "reply", turn, calls[-1][0] if reply is None and calls else None)
         if reward and self.entries:
             self.entries[-1]["reward"] = reward
 
