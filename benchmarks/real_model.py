@@ -77,14 +77,7 @@ def train(job: Job, settings: Sequence[str], deadline: float) -> Row:
     job.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     with (job.out / f"{job.name}.log").open("a") as log:
-        path = os.pathsep.join(filter(None, [str(job.file.parent), os.environ.get("PYTHONPATH")]))  # its own modules
-        process = subprocess.Popen(
-            job.command(settings),
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        process = subprocess.Popen(job.command(settings), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         timer = threading.Timer(min(left, threading.TIMEOUT_MAX), process.send_signal, [signal.SIGTERM])
         timer.start()
         try:

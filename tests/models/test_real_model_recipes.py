@@ -42,7 +42,7 @@ def test_a_recipe_is_understood_and_has_a_readme_that_names_its_command(file):
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_small_run_of_a_recipe_with_the_embedded_model_ends(file, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend((RECIPES / file).parent)
+    monkeypatch.chdir(RECIPES.parent)
     few = ["model.name=seedling", "model.lora.rank=0", *SMALL]
     config = load(RECIPES / file, [*few, f"output_dir={tmp_path / 'run'}"])
     needs(config)
