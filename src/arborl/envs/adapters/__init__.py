@@ -5,5 +5,6 @@ In reading order:
     gymnasium_adapter.py  Gymnasium in both directions: `from_gymnasium`, `to_gymnasium`
     other_packages.py     reasoning_gym, textarena, OpenEnv servers
     text_games.py         TextWorld, ALFWorld, ScienceWorld
+    verifiers_adapter.py  verifiers in both directions: `VerifiersEnv`, `as_verifiers`
     chess_puzzles.py      Chess puzzles, with python-chess and optionally a UCI engine
 """
