@@ -9,7 +9,7 @@ In reading order:
     checker.py         The environment checker: tests an environment against the protocol
     games/             Environments of this library
     adapters/          Environments of other packages: Gymnasium (both directions), reasoning_gym, textarena, OpenEnv,
-                       TextWorld, ALFWorld, ScienceWorld, chess puzzles, verifiers (both directions)
+                       TextWorld, ALFWorld, ScienceWorld, chess puzzles, verifiers (both directions), GEM
 """
 
 from typing import TYPE_CHECKING, Any
@@ -40,9 +40,10 @@ ENVS = Registry(
         "scienceworld": "arborl.envs.adapters.text_games:ScienceWorld",
         "chess": "arborl.envs.adapters.chess_puzzles:ChessPuzzle",
         "verifiers": "arborl.envs.adapters.verifiers_adapter:VerifiersEnv",
+        "gem": "arborl.envs.adapters.gem_adapter:Gem",
     },
 )
-EXTRAS = ("reasoning_gym", "textarena", "openenv", "textworld", "alfworld", "scienceworld", "chess", "verifiers")
+EXTRAS = ("reasoning_gym", "textarena", "openenv", "textworld", "alfworld", "scienceworld", "chess", "verifiers", "gem")
 """Environments that need an optional package: `pip install 'arborl[NAME]'`."""
 
 

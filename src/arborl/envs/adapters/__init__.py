@@ -6,5 +6,6 @@ In reading order:
     other_packages.py     reasoning_gym, textarena, OpenEnv servers
     text_games.py         TextWorld, ALFWorld, ScienceWorld
     verifiers_adapter.py  verifiers in both directions: `VerifiersEnv`, `as_verifiers`
+    gem_adapter.py        GEM: games, reasoning_gym, mathematics, code, questions
     chess_puzzles.py      Chess puzzles, with python-chess and optionally a UCI engine
 """
