@@ -45,7 +45,7 @@ class Recorded:
             children = [element(5, "INPUT_text", value=self.typed, id="tt"), element(6, "BUTTON", "Submit")]
         elif self.task == "choose-list":
             task = "Select Congo from the list and click Submit."
-            children = [element(4, "SELECT", value=self.chosen), element(6, "BUTTON", "Submit")]
+            children = [element(4, "SELECT"), element(6, "BUTTON", "Submit")]
         else:
             task = 'Click on the "Ok" button.'
             texts = [
@@ -63,8 +63,16 @@ class Recorded:
             one["focused"] = one["ref"] == self.focus
         options = {"4": ["Albania", "Congo"]} if self.task == "choose-list" else {}
         dom = element(1, "BODY", children=[element(2, "DIV", children=children)])
-        done = self.reward is not None
-        return {"dom": dom, "options": options, "task": task, "ready": True, "done": done, "reward": self.reward or 0.0}
+        done, chosen = self.reward is not None, dict.fromkeys(options, self.chosen)
+        return {
+            "dom": dom,
+            "options": options,
+            "chosen": chosen,
+            "task": task,
+            "ready": True,
+            "done": done,
+            "reward": self.reward or 0.0,
+        }
 
     def click(self, ref):
         self.focus = ref

@@ -50,15 +50,17 @@ core.startEpisodeReal();
 """
 """Start of an episode. Its time limit is lifted: a model may answer slowly, and `max_steps` limits it."""
 READ = """
-var dom = core.getDOMInfo(), options = {};
+var dom = core.getDOMInfo(), options = {}, chosen = {};
 for (var ref in core.previousDOMInfo) {
   var element = core.previousDOMInfo[ref];
-  if (element instanceof HTMLSelectElement)
+  if (element instanceof HTMLSelectElement) {
     options[ref] = Array.from(element.options).map(function (option) { return option.text; });
+    chosen[ref] = element.selectedIndex < 0 ? '' : element.options[element.selectedIndex].text;
+  }
 }
 var task = core.getUtterance();
-return {dom: dom, options: options, task: typeof task === 'string' ? task : task.utterance, ready: WOB_TASK_READY,
-        done: WOB_DONE_GLOBAL, reward: WOB_RAW_REWARD_GLOBAL};
+return {dom: dom, options: options, chosen: chosen, task: typeof task === 'string' ? task : task.utterance,
+        ready: WOB_TASK_READY, done: WOB_DONE_GLOBAL, reward: WOB_RAW_REWARD_GLOBAL};
 """
 SELECT = """
 var element = core.previousDOMInfo[arguments[0]];
@@ -192,6 +194,9 @@ class MiniWob(TextGame):
         self.instruction, self.is_done = str(found["task"]), bool(found["done"])
         self.options = {int(ref): list(texts) for ref, texts in found["options"].items()}
         self.elements = list(_elements(found["dom"]))
+        for element in self.elements:
+            if element["ref"] in self.options:
+                element["value"] = found["chosen"][str(element["ref"])]
 
     async def step(self, action: Message) -> Step:
         found = parse_answer(action.content)
