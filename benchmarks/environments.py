@@ -7,7 +7,8 @@ Cases: `throughput` (environment steps per second with 1,000 concurrent FrozenLa
 environment in fifty blocks for 2 s in each step), `redundancy` (log-normal latency, groups with and without redundant
 episodes). Replies are scripted, so everything but the model is measured: rendering, tokenization, recording,
 environments, scheduling. `suite` plays episodes of one environment in environment processes, with its random player or
-its oracle, and reports success, lost episodes and the memory of all processes. Prints one JSON line per measurement.
+its oracle, and reports success, lost episodes, and the memory and open files of all processes. Prints one JSON line per
+measurement.
 """
 
 from __future__ import annotations
@@ -203,8 +204,8 @@ def _mean_advantages(algorithm: object, groups: list[Group]) -> list[float]:
     return [float(terms.advantage[first][trees == tree].mean()) for tree in np.unique(trees)]
 
 
-def tree_memory() -> float:
-    """MiB of this process and of all below it, with those that the environments start (Java)."""
+def tree_usage() -> tuple[float, int]:
+    """MiB and open files of this process and of all below it, with those that the environments start (Java)."""
     parents, resident = {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -213,7 +214,11 @@ def tree_memory() -> float:
     ours = {os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
         ours |= more
-    return sum(resident.get(pid, 0) for pid in ours) * resource.getpagesize() / 2**20
+    files = 0
+    for pid in ours:
+        with contextlib.suppress(OSError):
+            files += len(os.listdir(f"/proc/{pid}/fd"))
+    return sum(resident.get(pid, 0) for pid in ours) * resource.getpagesize() / 2**20, files
 
 
 async def play_suite(args: argparse.Namespace) -> dict[str, object]:
@@ -224,6 +229,7 @@ async def play_suite(args: argparse.Namespace) -> dict[str, object]:
     outcomes: list[dict[str, float]] = []
     failures: list[str] = []
     memory: list[float] = []
+    files: list[int] = []
 
     async def worker() -> None:
         for number in numbers:
@@ -241,7 +247,8 @@ async def play_suite(args: argparse.Namespace) -> dict[str, object]:
                 failures.append(f"{number}: {type(error).__name__}: {error}")
             finally:
                 await env.close()
-            memory.append(tree_memory())
+            for values, value in zip((memory, files), tree_usage(), strict=True):
+                values.append(value)
 
     start = time.perf_counter()
     await asyncio.gather(*(worker() for _ in range(args.concurrency)))
@@ -254,7 +261,9 @@ async def play_suite(args: argparse.Namespace) -> dict[str, object]:
         "failures": failures[:3], "processes_replaced": replaced, "tasks": args.tasks,
         "success": round(float(np.mean([one["success"] for one in outcomes])), 3) if outcomes else None,
         "memory_mib_at_quarter": round(float(np.median(memory[quarter : quarter + 10]))),
-        "memory_mib_at_end": round(float(np.median(memory[-10:]))), "seconds": round(seconds, 1),
+        "memory_mib_at_end": round(float(np.median(memory[-10:]))),
+        "files_at_quarter": round(float(np.median(files[quarter : quarter + 10]))),
+        "files_at_end": round(float(np.median(files[-10:]))), "seconds": round(seconds, 1),
     }  # fmt: skip
 
 

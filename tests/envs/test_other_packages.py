@@ -80,7 +80,8 @@ def test_a_field_the_server_does_not_have_is_named_and_a_step_limit_cuts():
 
 
 @pytest.mark.parametrize(
-    "name", ["reasoning_gym", "textarena", "openenv", "textworld", "alfworld", "scienceworld", "chess"]
+    "name",
+    ["reasoning_gym", "textarena", "openenv", "textworld", "alfworld", "scienceworld", "chess", "verifiers", "miniwob"],
 )
 def test_a_package_that_is_not_there_is_named_with_what_to_install(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)

@@ -79,6 +79,9 @@ EXTRAS = {
     "alfworld": "env=alfworld, with the games that alfworld-download fetches",
     "scienceworld": "env=scienceworld, with Java",
     "chess": "env=chess",
+    "miniwob": "env=miniwob, with Chromium or Chrome and chromedriver",
+    "gem": "env=gem, with pip install --no-deps gem-llm==0.1.0",
+    "verifiers": "env=verifiers, and environments of Arbor in verifiers; without the extra mcp",
 }
 """Extras and what needs them."""
 

@@ -9,7 +9,8 @@ In reading order:
     checker.py         The environment checker: tests an environment against the protocol
     games/             Environments of this library
     adapters/          Environments of other packages: Gymnasium (both directions), reasoning_gym, textarena, OpenEnv,
-                       TextWorld, ALFWorld, ScienceWorld, chess puzzles
+                       TextWorld, ALFWorld, ScienceWorld, chess puzzles, verifiers (both directions), GEM,
+                       MiniWoB++
 """
 
 from typing import TYPE_CHECKING, Any
@@ -39,9 +40,23 @@ ENVS = Registry(
         "alfworld": "arborl.envs.adapters.text_games:ALFWorld",
         "scienceworld": "arborl.envs.adapters.text_games:ScienceWorld",
         "chess": "arborl.envs.adapters.chess_puzzles:ChessPuzzle",
+        "verifiers": "arborl.envs.adapters.verifiers_adapter:VerifiersEnv",
+        "gem": "arborl.envs.adapters.gem_adapter:Gem",
+        "miniwob": "arborl.envs.adapters.miniwob_adapter:MiniWob",
     },
 )
-EXTRAS = ("reasoning_gym", "textarena", "openenv", "textworld", "alfworld", "scienceworld", "chess")
+EXTRAS = (
+    "reasoning_gym",
+    "textarena",
+    "openenv",
+    "textworld",
+    "alfworld",
+    "scienceworld",
+    "chess",
+    "verifiers",
+    "gem",
+    "miniwob",
+)
 """Environments that need an optional package: `pip install 'arborl[NAME]'`."""
 
 
