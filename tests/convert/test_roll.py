@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 
@@ -182,8 +183,10 @@ def test_several_tags_share_the_batch_as_their_groups_do(read):
     config = config_of(draft)
     assert [config.data.sources[name].ratio for name in ("Ice", "Puzzle")] == [0.75, 0.25]
     tree = draft.tree() | {"model": {"name": "seedling"}, "engine": {"name": "scripted"}}
+    tree["learner"] |= {"strategy": "single", "ranks": 1}
     parts = build(validate(RunConfig, tree))
     assert sorted(task.source for task in parts.source.take(0, 8)) == ["Ice"] * 6 + ["Puzzle"] * 2
+    asyncio.run(parts.close())
 
 
 def test_what_they_do_without_a_word_is_written_out(read):
