@@ -9,7 +9,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from cases import slow_cases
+from cases import HAS_BFLOAT16, slow_cases
 
 from arborl.algorithms import make_algorithm
 from arborl.config.algorithm_config import NARROW_CLIP, AlgorithmConfig
@@ -19,12 +19,17 @@ from arborl.learner.core.learner import Learner
 from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Call, Episode, Group, Sampling, Task
 
+pytestmark = [] if HAS_BFLOAT16 else [pytest.mark.slow]
 SAMPLING = Sampling(max_tokens=24)
 
 
 @pytest.fixture(scope="module")
 def model(seedling):
-    return copy.deepcopy(seedling[0]).bfloat16()
+    """The first two layers of seedling."""
+    model = copy.deepcopy(seedling[0]).bfloat16()
+    model.model.layers = model.model.layers[:2]
+    model.config.num_hidden_layers = 2
+    return model
 
 
 @pytest.fixture(scope="module")
