@@ -97,8 +97,10 @@ class StartedCommand:
         return errors.decode(errors="replace").strip() if errors else None  # asyncio may not know the exit code
 
     def terminate(self) -> None:
-        with suppress(ProcessLookupError):
-            self.child.terminate()
+        """Not `child.terminate`, which polls the process: asyncio then loses its exit code and logs a warning."""
+        if self.child.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.child.pid, signal.SIGTERM)
 
     async def close(self) -> None:
         """Wait for the end of all processes, then close the streams."""
