@@ -181,6 +181,8 @@ def test_two_processes_at_once_convert_once(tiny):
     fork = multiprocessing.get_context("fork")
     with fork.Pool(2) as pool:
         folders = pool.map(resolve, ["smollm2", "smollm2"], chunksize=1)
+        pool.close()
+        pool.join()  # the processes end by themselves: they inherit the signal handlers of this one
     assert folders[0] == folders[1]
     assert [path.name for path in folders[0].parent.iterdir() if path.is_dir()] == [folders[0].name]
 

@@ -117,10 +117,12 @@ async def run_server(
 
 def _log_requests() -> None:
     """Log one line of JSON per request on standard error."""
-    handler = logging.StreamHandler()
+    from arborl.track.run_log import StderrHandler
+
+    handler = StderrHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     log = logging.getLogger("arborl.serve.middleware")
-    log.addHandler(handler)
+    log.handlers[:] = [handler]  # a process may serve several times
     log.setLevel(logging.INFO)
     log.propagate = False
 
