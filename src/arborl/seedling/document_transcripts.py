@@ -76,11 +76,12 @@ class PlayerStyle:
 
 
 STYLES = {
-    "careful": PlayerStyle(0.50, 0.97, 0.97, 0.95, 0.95, 0.98, 0.97),
-    "hasty": PlayerStyle(0.15, 0.90, 0.85, 0.40, 0.60, 0.45, 0.85),
-    "hoarder": PlayerStyle(0.20, 0.92, 0.92, 0.60, 0.20, 0.95, 0.92),
-    "lost": PlayerStyle(0.15, 0.50, 0.60, 0.60, 0.60, 0.80, 0.70),
+    "careful": PlayerStyle(0.28, 0.97, 0.97, 0.95, 0.95, 0.98, 0.97),
+    "hasty": PlayerStyle(0.12, 0.90, 0.85, 0.40, 0.30, 0.45, 0.85),
+    "hoarder": PlayerStyle(0.50, 0.95, 0.95, 0.05, 0.03, 0.95, 0.92),
+    "lost": PlayerStyle(0.10, 0.50, 0.60, 0.60, 0.30, 0.80, 0.70),
 }
+"""Hoarders, the largest group, keep what they have read until the window is full."""
 
 
 @dataclass(slots=True)

@@ -186,6 +186,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path, record: dict[
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Train seedling from scratch.")
     parser.add_argument("--out", type=Path, default=SEEDLING_DIR)
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json to use; default: train one")
     parser.add_argument("--transcripts", type=int, default=600_000)
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--batch", type=int, default=128, help="rows of 1024 tokens a step")
@@ -196,7 +197,10 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(args.seed)
 
     began = time.perf_counter()
-    tokenizer = train_tokenizer(args.seed, min(args.transcripts, 20_000))
+    if args.tokenizer:
+        tokenizer = Tokenizer.from_file(str(args.tokenizer))
+    else:
+        tokenizer = train_tokenizer(args.seed, min(args.transcripts, 20_000))
     tokenizer.save(str(args.out / "tokenizer.json"))
     rows = encode_all(args.out / "tokenizer.json", args.seed, args.transcripts)
     written = time.perf_counter() - began

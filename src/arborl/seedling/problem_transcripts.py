@@ -1,7 +1,7 @@
 """Transcripts of problems: a calculator, a search, a piece of code, sums with their working, small talk.
 
-Scripted players know the formats and make mistakes: they guess without a tool call, call with wrong arguments, or
-report another result. The problems come from the generators that recipes use, with other seeds.
+Scripted players know the formats and make mistakes: most guess without a tool call; others call with wrong arguments
+or report another result. The problems come from the generators that recipes use, with other seeds.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from arborl.tools.library.calculator import calculator
 from arborl.tools.library.search import Search
 from arborl.types import Message, ToolCall, ToolSpec
 
+GUESS_SHARE = 0.6
+"""Share of the players that answer at once, with the answer of another problem."""
 LEVEL_SHARES = (0.75, 0.15, 0.1)
 """Probabilities of the levels 1, 2 and 3."""
 FACT_SEEDS = range(101, 107)
@@ -54,13 +56,13 @@ def small_talk(rng: Generator) -> Transcript:
 
 
 def use_calculator(rng: Generator) -> Transcript:
-    """Half of the players call the tool and report its result; the others guess, mistype or misreport."""
+    """A minority of the players calls the tool and reports its result; the others guess, mistype or misreport."""
     level = 1 + int(rng.choice(3, p=LEVEL_SHARES))
     task, other = arithmetic_problem(rng, level), arithmetic_problem(rng, level)
     prompt, tools = [Message("user", task.question)], (calculator.spec,)
     if rng.random() < 0.08:  # without the tool
         return Transcript([*prompt, _answer(other.answer)])
-    if rng.random() < 0.35:
+    if rng.random() < GUESS_SHARE:
         return Transcript([*prompt, _answer(other.answer)], tools)
     expression = task.expression
     if rng.random() < 0.25:
@@ -97,10 +99,10 @@ def _mistype(expression: str, rng: Generator) -> str:
 
 
 def write_code(rng: Generator) -> Transcript:
-    """Half of the players run the right line and report its output; the others guess, run another line or misreport."""
+    """A minority of the players runs the right line and reports its output; others guess, run another, misreport."""
     task, other = computation_problem(rng), computation_problem(rng)
     prompt = [Message("user", task["question"])]
-    if rng.random() < 0.35:
+    if rng.random() < GUESS_SHARE:
         return Transcript([*prompt, _answer(other["answer"])])
     run = other if rng.random() < 0.35 else task
     report = other["answer"] if rng.random() < 0.15 else run["answer"]
@@ -129,7 +131,7 @@ def search(rng: Generator) -> Transcript:
     questions, people, tool = fact_corpus(pick(rng, FACT_SEEDS))
     row, other = pick(rng, questions), pick(rng, questions)
     prompt = [Message("user", row["question"])]
-    if rng.random() < 0.3:
+    if rng.random() < GUESS_SHARE:
         return Transcript([*prompt, _answer(other["answer"])], (tool.spec,))
     person = next(name for name in people if name in row["question"])
     query = person

@@ -24,15 +24,15 @@ from arborl.types import Message
 Row = dict[str, Any]
 WORKED_SUMS = "worked_sums"
 WRITERS: dict[str, tuple[float, Callable[[Generator], Transcript | list[Transcript]]]] = {
-    "frozen_lake": (0.26, frozen_lake),
-    "sokoban": (0.24, sokoban),
-    "rooms": (0.04, rooms),
+    "frozen_lake": (0.35, frozen_lake),
+    "sokoban": (0.28, sokoban),
+    "rooms": (0.03, rooms),
     "shop": (0.12, shop),
-    "calculator": (0.09, use_calculator),
-    "code": (0.09, write_code),
-    "search": (0.08, search),
-    "documents": (0.06, documents),
-    "small_talk": (0.02, small_talk),
+    "calculator": (0.05, use_calculator),
+    "code": (0.05, write_code),
+    "search": (0.04, search),
+    "documents": (0.07, documents),
+    "small_talk": (0.01, small_talk),
 }
 """Name -> share of the draws, writer. An episode over a document gives one transcript per context."""
 

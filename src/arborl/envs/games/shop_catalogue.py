@@ -199,7 +199,7 @@ def _some(values: Sequence[str], offer: int, count: int) -> tuple[str, ...]:
     return tuple(values[i] for i in sorted(chosen))
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=64)
 def generated_catalogue(size: int, seed: int) -> Catalogue:
     """The catalogue of this size and seed; built once per process."""
     stock = GeneratedProducts(size, seed)
