@@ -12,6 +12,7 @@ import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 MAX_DRAWS = 100
@@ -71,6 +72,8 @@ def main() -> int:
     parser.add_argument("--quest-length", type=int, default=4, help="commands of the shortest solution")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
+    if find_spec("textworld") is None:
+        parser.error("TextWorld is missing. Write: pip install 'arborl[textworld]'")
     games = missing_games(args)
     for split in SEEDS:
         (args.folder / split).mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ import json
 import random
 import re
 from itertools import product as product_of
+from pathlib import Path
 from typing import Any
 
 from arborl import Message, Task
@@ -19,7 +20,7 @@ THINGS = ("kettle", "lamp", "chair", "bowl", "clock", "basket", "mirror", "blank
           "shelf", "tray", "hammer", "bell", "curtain", "bench", "jug", "frame", "stool")  # fmt: skip
 PRICES = {name: random.Random(name).randrange(11, 100) for name in map(" ".join, product_of(MATERIALS, THINGS))}
 QUANTITIES = range(11, 100)
-SELF = "recipes/smollm2-verifiers-tools/orders.py:load_environment"
+SELF = f"{Path(__file__).resolve()}:load_environment"
 
 
 # ------------------------------------------------------------------------------------------------ tools and rubric
