@@ -82,11 +82,11 @@ def main() -> int:
         try:
             for number, one in enumerate(as_completed(made), start=1):
                 one.result()
-                print(f"\r{number} of {len(games)} games", end="", file=sys.stderr, flush=True)
+                sys.stderr.write(f"\r{number} of {len(games)} games")
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    print(f"\r{args.folder}: made {len(games)} games", file=sys.stderr)
+    sys.stderr.write(f"\r{args.folder}: made {len(games)} games\n")
     return 0
 
 

@@ -1,5 +1,5 @@
-"""A `verifiers.ToolEnv` of orders: the price of a product is looked up and multiplied by the ordered quantity, each by a
-tool. Also transcripts of a player with errors, for a model that cannot call tools yet.
+"""A `verifiers.ToolEnv` of orders: the price of a product is looked up and multiplied by the ordered quantity, each by
+a tool. Also transcripts of a player with errors, for a model that cannot call tools yet.
 """
 
 from __future__ import annotations

@@ -151,7 +151,8 @@ def test_tools_with_a_state_see_the_state_of_their_own_episode(vf):
 
 def test_the_player_of_the_tool_recipe_solves_orders_of_products_that_no_transcript_mentions(vf):
     file = Path(__file__).parents[2] / "recipes" / "smollm2-verifiers-tools" / "orders.py"
-    recipe = SimpleNamespace(**{name: load(f"{file}:{name}", "recipe") for name in ("play", "transcripts", "products_of")})
+    names = ("play", "transcripts", "products_of")
+    recipe = SimpleNamespace(**{name: load(f"{file}:{name}", "recipe") for name in names})
     solved = asyncio.run(recipe.play(20, seed=0, skill=1.0, split="held_out"))
     assert {row["metrics"]["success"] for row in solved} == {1.0}
     assert {row["metrics"]["right_total"] for row in solved} == {row["metrics"]["looked_up"] for row in solved} == {1.0}

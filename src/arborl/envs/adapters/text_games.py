@@ -244,7 +244,8 @@ def _without_status_line(text: str) -> str:
 
 def _game_files(path: Path) -> dict[str, tuple[Path, ...]]:
     """The game files of each split: by the first folder below `path`, else by a hash of the path below it."""
-    files = {path: path.name} if path.is_file() else {one: one.relative_to(path).as_posix() for one in path.rglob("*.z8")}
+    found = [path] if path.is_file() else path.rglob("*.z8")
+    files = {file: path.name if file == path else file.relative_to(path).as_posix() for file in found}
     require(bool(files), f"games={str(path)!r}: no game file is there; give a .z8 file, or a folder with some")
     splits: dict[str, list[Path]] = {split: [] for split in SPLITS}
     for file, name in sorted(files.items()):
