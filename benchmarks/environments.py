@@ -2,13 +2,14 @@
 
     python benchmarks/environments.py --case all
     python benchmarks/environments.py --case suite --env scienceworld --episodes 200 --player random
+    python benchmarks/environments.py --case suite --recipe recipes/smollm2-textworld/run.yaml --player oracle
 
 Cases: `throughput` (environment steps per second with 1,000 concurrent FrozenLakes), `slow` (the same, where one
 environment in fifty blocks for 2 s in each step), `redundancy` (log-normal latency, groups with and without redundant
 episodes). Replies are scripted, so everything but the model is measured: rendering, tokenization, recording,
 environments, scheduling. `suite` plays episodes of one environment in environment processes, with its random player or
-its oracle, and reports success, lost episodes, and the memory and open files of all processes. Prints one JSON line per
-measurement.
+its oracle, and reports success, lost episodes, and the memory and open files of all processes; with `--recipe` it plays
+the held-out tasks on which that recipe is evaluated. Prints one JSON line per measurement.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from arborl.agents.chat_agents import ChatAgent
 from arborl.algorithms import make_algorithm
 from arborl.chat import Renderer
 from arborl.config.algorithm_config import AlgorithmConfig
+from arborl.config.load_config import load
+from arborl.data.task_source import EnvTasks
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs import ENVS
 from arborl.envs.env import Env, Step
@@ -221,10 +224,19 @@ def tree_usage() -> tuple[float, int]:
     return sum(resident.get(pid, 0) for pid in ours) * resource.getpagesize() / 2**20, files
 
 
+def suite_tasks(args: argparse.Namespace) -> tuple[str, dict[str, object], list[Task]]:
+    """Name and arguments of the environment, and the tasks: those of `--env`, or the held-out ones of `--recipe`."""
+    settings = {key: json.loads(value) for key, value in (pair.split("=", 1) for pair in args.args)}
+    if args.recipe is None:
+        return args.env, settings, [Task(f"{args.env}/{seed}", seed=seed) for seed in range(args.tasks)]
+    config = load(args.recipe)
+    name = config.env.name
+    return name, {**config.env.args, **settings}, EnvTasks(name, 0).evaluation(config.evaluation.tasks)
+
+
 async def play_suite(args: argparse.Namespace) -> dict[str, object]:
     """Episodes of one environment in processes, `--concurrency` at once."""
-    settings = dict(pair.split("=", 1) for pair in args.args)
-    arguments = {key: json.loads(value) for key, value in settings.items()}
+    name, arguments, tasks = suite_tasks(args)
     pool, numbers = ProcessPool(most=args.concurrency), iter(range(args.episodes))
     outcomes: list[dict[str, float]] = []
     failures: list[str] = []
@@ -233,10 +245,10 @@ async def play_suite(args: argparse.Namespace) -> dict[str, object]:
 
     async def worker() -> None:
         for number in numbers:
-            env = ProcessEnv(ENVS.build(args.env, arguments, "--args"), pool, args.env, args.seconds)
+            env = ProcessEnv(ENVS.build(name, arguments, "--args"), pool, name, args.seconds)
             rng, step = generator(number, "player"), None
             try:
-                await env.reset(Task(f"{args.env}/{number}", seed=number % args.tasks), number)
+                await env.reset(tasks[number % len(tasks)], number)
                 while step is None or not step.over:
                     text = env.oracle() if args.player == "oracle" else env.random(rng)
                     if text is None:
@@ -257,8 +269,8 @@ async def play_suite(args: argparse.Namespace) -> dict[str, object]:
     pool.close()
     quarter = len(memory) // 4
     return {
-        "env": args.env, "player": args.player, "episodes": len(outcomes), "lost": len(failures),
-        "failures": failures[:3], "processes_replaced": replaced, "tasks": args.tasks,
+        "env": name, "player": args.player, "episodes": len(outcomes), "lost": len(failures),
+        "failures": failures[:3], "processes_replaced": replaced, "tasks": len(tasks),
         "success": round(float(np.mean([one["success"] for one in outcomes])), 3) if outcomes else None,
         "memory_mib_at_quarter": round(float(np.median(memory[quarter : quarter + 10]))),
         "memory_mib_at_end": round(float(np.median(memory[-10:]))),
@@ -278,7 +290,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--case", choices=[*CASES, "suite", "all"], default="all")
     parser.add_argument("--env", default="chess", help="environment of the case suite")
-    parser.add_argument("--args", nargs="*", default=[], help="its arguments: name=JSON")
+    parser.add_argument("--recipe", type=Path, help="instead of --env: the held-out tasks of this configuration")
+    parser.add_argument("--args", nargs="*", default=[], help="arguments of the environment: name=JSON")
     parser.add_argument("--player", choices=["random", "oracle"], default="random")
     parser.add_argument("--tasks", type=int, default=200, help="different tasks of the case suite")
     parser.add_argument("--seconds", type=float, default=60.0, help="deadline of a call in the case suite")

@@ -7,7 +7,8 @@
 A recipe is a folder of `recipes/`, or `FOLDER/FILE` for another file than `run.yaml`. Each run is a separate process;
 its run folder is `OUT/RECIPE-SEED`, its console output `OUT/RECIPE-SEED.log`. Runs that have not finished after
 `--minutes` get SIGTERM: they write a checkpoint, and their last held-out evaluation is reported. If the folder contains
-a stopped run, the run is resumed. Prints one JSON line per run and writes `OUT/curves.json` and `OUT/curves.png`.
+a stopped run, the run is resumed. Prints one JSON line per run and writes `OUT/curves.json`, `OUT/curves.png` and
+`OUT/table.md`, a Markdown table of the results.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ def collect_results(job: Job) -> Row:
         "steps": rows[-1]["step"],
         "imitation_steps": last_imitation_step,
         "ended": summary.exists(),
+        "device": json.loads(summary.read_text())["execution"]["device"] if summary.exists() else None,
         "train_s": round(sum(row.get("time/step", 0.0) for row in rows), 1),
         "imitation_s": round(sum(row.get("time/step", 0.0) for row in rows if row["step"] <= last_imitation_step), 1),
         "sampled_tokens": int(sum(row.get("engine/sampled", 0.0) for row in rows)),
@@ -145,6 +147,34 @@ def tool_use(file: Path) -> list[float] | None:
         metrics = [json.loads(line)["metrics"] for line in lines]
     used = [one.get("tool/used", 0.0) for one in metrics if one.get("tool/offered")]
     return [round(value, 4) for value in (fmean(used), *wilson(fmean(used), len(used)))] if used else None
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A Markdown table with one row for each run: held-out success, training time, sampled tokens."""
+    lines = [
+        "| recipe, seed | before | after imitation | after rewards | greedy | time | sampled tokens | device |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        name, found = f"{row['recipe']}, {row['seed']}", row.get("held_out")
+        if found is None:
+            lines.append(f"| {name} | {row['error']} |||||||")
+            continue
+        before, imitated, after = (found[when] or {} for when in ("before", "after_imitation", "after"))
+        cells = [_share(before), _share(imitated), _share(after, bounds=True), _share(after, "greedy_success")]
+        if not row["ended"]:
+            cells[2] += f" (stopped at step {row['steps']})"
+        cells += [f"{row['train_s']:.0f} s", f"{row['sampled_tokens'] / 1e6:.2g} M", row["device"] or ""]
+        lines.append(f"| {' | '.join([name, *cells])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _share(found: Row, name: str = "success", bounds: bool = False) -> str:
+    """A success rate, with its interval if requested; a dash where it was not measured."""
+    value, low, high = found.get(name) or (None, None, None)
+    if value is None:
+        return "–"
+    return f"**{value:.2f}** [{low:.2f}, {high:.2f}]" if bounds and low is not None else f"{value:.2f}"
 
 
 def curve(job: Job) -> dict[str, list[list[float]]]:
@@ -217,6 +247,7 @@ def main() -> int:
     if curves:
         (out / "curves.json").write_text(json.dumps({"runs": rows, "curves": curves}) + "\n")
         plot_curves(curves, out / "curves.png")
+        (out / "table.md").write_text(table(rows))
     return int(any("error" in row or row.get("exit") not in (0, 143, -signal.SIGTERM, None) for row in rows))
 
 

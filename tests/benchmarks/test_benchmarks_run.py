@@ -93,6 +93,9 @@ def test_real_model_benchmark_trains_recipes_and_collects_results(tmp_path):
             assert all(len(row["held_out"]["after"][name]) == 3 for name in ("success", "greedy_success", "tool_used"))
     assert set(json.loads((tmp_path / "curves.json").read_text())["curves"]["smollm2-calculator"]) == {"0", "1"}
     assert (tmp_path / "curves.png").stat().st_size > 1000
+    head, line, *runs = (tmp_path / "table.md").read_text().splitlines()
+    assert {text.count("|") for text in (head, line, *runs)} == {9}
+    assert [run.split(" | ")[0] for run in runs] == ["| smollm2-calculator, 0", "| smollm2-calculator, 1"]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import shutil
@@ -15,6 +16,7 @@ import pytest
 from arborl.envs import ENVS
 from arborl.envs.checker import check_env
 from arborl.errors import ConfigError
+from arborl.registry import load
 from arborl.rollout.env_processes import ProcessEnv, ProcessPool
 from arborl.types import Message, Task
 
@@ -91,6 +93,71 @@ def test_a_split_of_textworld_has_its_own_games_and_a_folder_of_files_is_played(
     assert solve(textworld(cache, games=str(tmp_path)), Task("t", seed=1))[2]["success"] == 1.0
     with pytest.raises(ConfigError, match="no game file is there"):
         textworld(cache, games=str(tmp_path / "nothing"))
+
+
+def files_of(env, split):
+    return {env._file(seed, split).relative_to(env.games).as_posix() for seed in range(200)}
+
+
+def test_game_files_have_the_split_of_their_subfolder_or_of_their_path(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "textworld", ModuleType("textworld"))
+    for name in ("train/1.z8", "train/2.z8", "held_out/1.z8", "held_out/deep/2.z8"):
+        (tmp_path / "split" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "split" / name).touch()
+    env = ENVS.build("textworld", {"games": str(tmp_path / "split")}, "env.args")
+    assert files_of(env, "train") == {"train/1.z8", "train/2.z8"}
+    assert files_of(env, "held_out") == {"held_out/1.z8", "held_out/deep/2.z8"}
+    for number in range(40):  # as in the cache: every file has the same name
+        (tmp_path / "cache" / f"seed{number}").mkdir(parents=True)
+        (tmp_path / "cache" / f"seed{number}" / "game.z8").touch()
+    env = ENVS.build("textworld", {"games": str(tmp_path / "cache")}, "env.args")
+    train, held_out = files_of(env, "train"), files_of(env, "held_out")
+    assert train
+    assert held_out
+    assert not train & held_out
+    one = ENVS.build("textworld", {"games": str(tmp_path / "split" / "train" / "1.z8")}, "env.args")
+    assert one._file(5, "train") == one._file(6, "held_out") == tmp_path / "split" / "train" / "1.z8"
+
+
+class NoQuest(Exception):
+    """As `textworld.generator.chaining.QuestGenerationError`."""
+
+
+def write_game(options):
+    """As `textworld.make`: the first world has no quest, the files lie beside each other."""
+    if options.seeds == 0:
+        raise NoQuest
+    for end in (".ni", ".json", ".z8"):
+        Path(options.path).with_suffix(end).write_text(f"{options.seeds} {options.nb_rooms} {options.quest_length}")
+    return options.path, None
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """TextWorld without its compiler."""
+    names = ("textworld", "textworld.generator", "textworld.generator.chaining")
+    modules = {name: ModuleType(name) for name in names}
+    vars(modules["textworld"]).update(GameOptions=type("GameOptions", (), {}), make=write_game)
+    vars(modules["textworld.generator.chaining"])["QuestGenerationError"] = NoQuest
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_the_games_of_the_recipe_have_different_seeds_and_only_missing_ones_are_made(compiler, tmp_path):
+    file = Path(__file__).parents[2] / "recipes" / "smollm2-textworld" / "make_games.py"
+    make_game, missing_games = (load(f"{file}:{name}", "recipe") for name in ("make_game", "missing_games"))
+    wanted = argparse.Namespace(folder=tmp_path, train=3, held_out=2, rooms=4, objects=6, quest_length=5)
+    for split in ("train", "held_out"):
+        (tmp_path / split).mkdir()
+    games = missing_games(wanted)
+    assert [game.file.relative_to(tmp_path).as_posix() for game in games] == [
+        "train/0.z8", "train/1.z8", "train/2.z8", "held_out/0.z8", "held_out/1.z8"
+    ]  # fmt: skip
+    texts = [make_game(game).read_text() for game in games[:-1]]
+    assert texts[0] == "1 4 5"  # the next seed after a world without a quest
+    assert len(set(texts)) == 4
+    assert missing_games(wanted) == games[-1:]
+    assert sorted(file.suffix for file in tmp_path.rglob("*.*")) == [".json"] * 4 + [".z8"] * 4
 
 
 # ------------------------------------------------------------------------------------------------ ALFWorld

@@ -12,7 +12,7 @@ import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -20,6 +20,7 @@ from arborl.envs import ENVS
 from arborl.envs.adapters import verifiers_adapter
 from arborl.envs.checker import check_env
 from arborl.errors import ConfigError
+from arborl.registry import load
 from arborl.rollout.env_processes import ProcessEnv, ProcessPool
 from arborl.types import Message, Task, ToolCall
 
@@ -146,6 +147,22 @@ def test_tools_with_a_state_see_the_state_of_their_own_episode(vf):
         return heard, [step.reward for step in last]
 
     assert asyncio.run(together()) == ([["now 4"], ["now 4"], ["now 8"]], [0.8, 0.4])
+
+
+def test_the_player_of_the_tool_recipe_solves_orders_of_products_that_no_transcript_mentions(vf):
+    file = Path(__file__).parents[2] / "recipes" / "smollm2-verifiers-tools" / "orders.py"
+    names = ("play", "transcripts", "products_of")
+    recipe = SimpleNamespace(**{name: load(f"{file}:{name}", "recipe") for name in names})
+    solved = asyncio.run(recipe.play(20, seed=0, skill=1.0, split="held_out"))
+    assert {row["metrics"]["success"] for row in solved} == {1.0}
+    assert {row["metrics"]["right_total"] for row in solved} == {row["metrics"]["looked_up"] for row in solved} == {1.0}
+    rows = recipe.transcripts(60, seed=0, skill=0.6)
+    assert 0 < sum(row["metrics"]["success"] for row in rows) < 30
+    texts = [message["content"] for row in rows for message in row["messages"][1:]]
+    assert not [text for text in texts for product in recipe.products_of("held_out") if product in text]
+    assert {message["role"] for row in rows for message in row["messages"]} == {"system", "user", "assistant", "tool"}
+    assert rows == recipe.transcripts(60, seed=0, skill=0.6)
+    assert {row["metrics"]["success"] for row in recipe.transcripts(10, seed=0, skill=0.0)} == {0.0}
 
 
 def test_what_cannot_be_played_is_said_at_once(vf):

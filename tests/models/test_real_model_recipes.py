@@ -27,8 +27,13 @@ SMALL = ("track.tensorboard=false", "track.gifs=0", "evaluation.tasks=4", "rollo
 
 def needs(config: RunConfig) -> None:
     sources = [config.env, *(source.env for source in config.data.sources.values() if source.env is not None)]
-    if any(env.name == "reasoning_gym" for env in sources):
-        pytest.importorskip("reasoning_gym")
+    names = {env.name for env in sources}
+    for package in names & {"reasoning_gym", "textworld"}:
+        pytest.importorskip(package)
+    if "textworld" in names and not Path(config.env.args["games"]).exists():
+        pytest.skip("needs the games of make_games.py")
+    if "verifiers" in names and not hasattr(pytest.importorskip("verifiers"), "MultiTurnEnv"):
+        pytest.skip("needs verifiers before 0.4")
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from arborl.envs.adapters.other_packages import MAX_DRAWS, MissingRequirementError, require_package
-from arborl.envs.env import Observation, Step, check_split, parse_answer, split_of
+from arborl.envs.env import SPLITS, Observation, Step, check_split, parse_answer, split_of
 from arborl.envs.games.text_game import TextGame, require
 from arborl.seeds import derive
 from arborl.types import Message, Metrics, Task
@@ -154,7 +154,8 @@ class TextWorld(FileGame):
     """A TextWorld game: made from the task's seed, or one of your game files.
 
     A made game is compiled by Inform 7 and kept in `cache`, so that the episodes of a group, and later runs, share it.
-    One game in ten, by a hash of its settings and seed or of its file's name, is held out.
+    One game in ten, by a hash of its settings and seed or of its file's path in the folder, is held out. The files of
+    subfolders `train` and `held_out` belong to these splits.
     """
 
     rules = RULES.format("go north")
@@ -185,7 +186,7 @@ class TextWorld(FileGame):
         for name in ("rooms", "objects", "quest_length"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: give at least 1")
         self.check_limits()
-        self.files = _game_files(Path(self.games).expanduser()) if self.games else ()
+        self.files = _game_files(Path(self.games).expanduser()) if self.games else {}
 
     async def reset(self, task: Task, seed: int) -> Observation:
         with TEXTWORLD_LOCK:
@@ -205,7 +206,7 @@ class TextWorld(FileGame):
 
     def _file(self, seed: int, split: str) -> Path:
         if self.files:
-            chosen = [file for file in self.files if split_of(file.name) == split] or list(self.files)
+            chosen = self.files[split] or self.files["train"] + self.files["held_out"]
             return chosen[derive(seed, "textworld") % len(chosen)]
         cache = Path(self.cache).expanduser()
         for number in range(MAX_DRAWS):
@@ -241,10 +242,16 @@ def _without_status_line(text: str) -> str:
     return STATUS_LINE.sub("", text).strip()
 
 
-def _game_files(path: Path) -> tuple[Path, ...]:
-    files = (path,) if path.is_file() else tuple(sorted(path.rglob("*.z8")))
+def _game_files(path: Path) -> dict[str, tuple[Path, ...]]:
+    """The game files of each split: by the first folder below `path`, else by a hash of the path below it."""
+    found = [path] if path.is_file() else path.rglob("*.z8")
+    files = {file: path.name if file == path else file.relative_to(path).as_posix() for file in found}
     require(bool(files), f"games={str(path)!r}: no game file is there; give a .z8 file, or a folder with some")
-    return files
+    splits: dict[str, list[Path]] = {split: [] for split in SPLITS}
+    for file, name in sorted(files.items()):
+        first = name.partition("/")[0]
+        splits[first if first in SPLITS else split_of(name)].append(file)
+    return {split: tuple(found) for split, found in splits.items()}
 
 
 def _made_game(rooms: int, objects: int, quest_length: int, seed: int, cache: Path) -> Path | None:
