@@ -46,7 +46,7 @@ from typing import Any
 import torch
 import transformers
 from pipeline import RECIPE, make_slow_calculator
-from staleness_report import Row, make_report, plot_curves, print_tables
+from staleness_report import Row, draw_curves, make_report, print_tables
 
 from arborl.config.load_config import load
 from arborl.data.generated.problems import problems
@@ -363,7 +363,8 @@ def main() -> int:
         if left:
             print(f"\nwithout a result: {', '.join(left)}; the same command continues")
     if args.figure:
-        plot_curves(found["rows"], args.shown, args.figure)
+        args.figure.parent.mkdir(parents=True, exist_ok=True)
+        draw_curves(found["rows"], args.shown).savefig(args.figure, dpi=200)
     return int(bool(left))
 
 

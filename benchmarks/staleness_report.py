@@ -9,11 +9,12 @@ with 95 %, p-values those of a sign-flip test, which cannot be below 2 / 2^seeds
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 
 from arborl.trainer.evaluation import student
 from arborl.trainer.policy_comparison import sign_flip_test
@@ -46,12 +47,10 @@ def success_at(row: Row, axis: str, x: float) -> float:
 
 def mean_success(row: Row, axis: str, budget: float) -> float:
     """Mean of the interpolated curve from 0 to `budget`."""
-    if budget <= 0:
-        return success_at(row, axis, 0.0)
-    xs, _ = curve(row, axis)
-    inside = [x for x in xs if x < budget]
-    points = [*inside, budget]
-    return float(np.trapezoid([success_at(row, axis, x) for x in points], points) / budget)
+    points = [*(x for x in curve(row, axis)[0] if x < budget), budget]
+    heights = [success_at(row, axis, x) for x in points]
+    widths = np.diff(points)
+    return float((widths * (np.add(heights[1:], heights[:-1]) / 2)).sum() / budget) if budget > 0 else heights[0]
 
 
 def first_reached(row: Row, axis: str, target: float) -> float | None:
@@ -166,14 +165,20 @@ def print_tables(report: dict[str, Any], target: float) -> None:
         ["correction", "max_lag", *cells],
         [[one["correction"], str(one["max_lag"]), *(cell(one) for cell in cells.values())] for one in configurations],
     ))  # fmt: skip
-    print("\nDifferences in points, paired by seed, with 95 % intervals:\n")
+    print("\nDifferences in points, paired by seed, with 95 % intervals and p:\n")
+    pairs: dict[tuple[str, str, str], dict[str, str]] = {}
+    for one in report["differences"]:
+        of, minus = ("max_lag={} {}".format(*one[side]) for side in ("of", "minus"))
+        pairs.setdefault((of, minus, str(len(one["seeds"]))), {})[one["measure"]] = difference(one)
     print(table(
-        ["of", "minus", "measure", "seeds", "difference", "interval", "p"],
-        [["{} {}".format(*one["of"]), "{} {}".format(*one["minus"]), one["measure"].replace("_", ", "),
-          str(len(one["seeds"])), f"{100 * one['mean']:+.1f}",
-          "" if one["low"] is None else f"{100 * one['low']:+.1f} to {100 * one['high']:+.1f}", f"{one['p']:.3f}"]
-         for one in report["differences"]],
+        ["of", "minus", "seeds", *(name.replace("_", ", ") for name in COMPARED)],
+        [[*pair, *(shown[name] for name in COMPARED)] for pair, shown in pairs.items()],
     ))  # fmt: skip
+
+
+def difference(one: dict[str, Any]) -> str:
+    interval = "" if one["low"] is None else f" ({100 * one['low']:+.1f} to {100 * one['high']:+.1f}), p {one['p']:.3f}"
+    return f"{100 * one['mean']:+.1f}{interval}"
 
 
 def clip_share(recorded: dict[str, float]) -> float:
@@ -184,11 +189,8 @@ def clip_share(recorded: dict[str, float]) -> float:
 # ------------------------------------------------------------------------------------------------ figure
 
 
-def plot_curves(rows: Sequence[Row], correction: str, out: Path) -> None:
+def draw_curves(rows: Sequence[Row], correction: str) -> Figure:
     """Success over tokens and over seconds: the mean over seeds of each `max_lag`, with a standard error band."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
     chosen = [row for row in rows if row["correction"] == correction]
     if not chosen:
         raise SystemExit(f"no run has the correction {correction!r}")
@@ -211,5 +213,4 @@ def plot_curves(rows: Sequence[Row], correction: str, out: Path) -> None:
     figure.axes[0].set_ylabel("held-out success, %")
     figure.axes[1].legend(loc="lower right", frameon=False)
     figure.suptitle(f"Correction: {correction}; mean and standard error over seeds", x=0.01, ha="left", fontsize=10)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=200)
+    return figure
