@@ -4,10 +4,11 @@
     python benchmarks/staleness.py --out runs/staleness --max-lags 0 1 --corrections ratio --seeds 0 1 2 3 4 5 6 7
     python benchmarks/staleness.py --from runs/staleness/results.json --figure staleness.png
 
-seedling learns to use a calculator (recipes/calculator) with log-normal latency. All runs have the same number of
-updates, groups and episodes and a constant learning rate, so a point of a curve is also the end of a shorter run. Each
-run is a process on CPU cores of its own. Runs are not interrupted by evaluations, during which tools and batches in
-progress would continue: the weights of every N-th step are copied, and evaluated without latency after the last step.
+seedling learns FrozenLake (`--task lake`, the demo, with log-normal latency of each move) or to use a calculator
+(`--task calculator`, recipes/calculator, with latency of each call). All runs have the same number of updates, groups
+and episodes and a constant learning rate, so a point of a curve is also the end of a shorter run. Each run is a process
+on CPU cores of its own. Runs are not interrupted by evaluations, during which tools and batches in progress would
+continue: the weights of every N-th step are copied, and evaluated without latency after the last step.
 
 `CORRECTIONS` are compared. An update is one optimizer step here. With A the advantage of a token, p its probability
 under the current weights and r = p / (its probability when it was sampled), the gradient of a token's loss is:
@@ -38,22 +39,24 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from pipeline import RECIPE, make_slow_calculator
+from pipeline import RECIPE, make_latency, make_slow_calculator
 from staleness_report import Row, draw_curves, make_report, print_tables
 
 from arborl.config.load_config import load
 from arborl.data.generated.problems import problems
+from arborl.envs.env import Step
+from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.trainer.evaluation import Evaluator
 from arborl.trainer.trainer import Trainer
 from arborl.training_run import train
-from arborl.types import Metrics
+from arborl.types import Message, Metrics
 
 CORRECTIONS = {
     "none": ["algorithm.anchor=proximal"],
@@ -62,6 +65,8 @@ CORRECTIONS = {
     "decoupled": ["algorithm=decoupled_ppo"],
 }
 """Settings of each correction; the advantage is GRPO's in all of them."""
+LATENCIES = {"lake": (0.03, 0.48), "calculator": (0.1, 1.6)}
+"""Median and 99th percentile in seconds, of a move or of a call of the calculator."""
 NUM_TRAINING_PROBLEMS = 2000
 MEAN_METRICS = (
     "batch/lag_mean", "rollout/dropped_stale", "rollout/cancelled", "rollout/retried", "policy/clipped",
@@ -77,6 +82,7 @@ STOP_SECONDS = 10.0
 class Settings:
     """What all runs of a folder have in common."""
 
+    task: str
     steps: int
     groups: int
     size: int
@@ -162,14 +168,29 @@ async def measure_success(trainer: Trainer, weights: dict[str, torch.Tensor], ta
     return float((await evaluator.measure()).metrics["success"])
 
 
+def make_slow_lake(wait: Callable[[], Awaitable[None]]) -> type[FrozenLake]:
+    class SlowLake(FrozenLake):
+        async def step(self, action: Message) -> Step:
+            await wait()
+            return await super().step(action)
+
+    return SlowLake
+
+
+def data_settings(out: Path) -> list[str]:
+    return [f"data.path={out / 'training.json'}", f"data.evaluation_path={out / 'held-out.json'}"]
+
+
 def train_one(job: Job, settings: Settings, folder: Path) -> Row:
     recorder = CurveRecorder(settings)
-    slow = make_slow_calculator(settings.median, settings.p99, job.seed, lambda: recorder.is_training)
+    wait = make_latency(settings.median, settings.p99, job.seed, lambda: recorder.is_training)
+    is_lake = settings.task == "lake"
+    slow = make_slow_lake(wait) if is_lake else make_slow_calculator(wait)
     overrides = [
-        f"data.path={folder.parent / 'training.json'}", f"data.evaluation_path={folder.parent / 'held-out.json'}",
+        *(["env.name=slow"] if is_lake else ["tools=[slow]", *data_settings(folder.parent)]),
         f"rollout.max_lag={job.max_lag}", f"seed={job.seed}", f"trainer.steps={settings.steps}",
         f"rollout.tasks_per_step={settings.groups}", f"rollout.group_size={settings.size}",
-        f"evaluation.tasks={settings.tasks}", "evaluation.greedy=false", "tools=[slow]",
+        f"evaluation.tasks={settings.tasks}", "evaluation.greedy=false",
         f"rollout.concurrency={2 * (job.max_lag + 1) * settings.groups * settings.size}",
         "rollout.episode_seconds=600", "rollout.step_seconds=300", "learner.decay=none",
         "track.gifs=0", "track.tensorboard=false", "track.episodes=false", "track.timeline=0",
@@ -177,10 +198,11 @@ def train_one(job: Job, settings: Settings, folder: Path) -> Row:
         f"output_dir={folder / 'run'}", *CORRECTIONS[job.correction], *settings.extra,
     ]  # fmt: skip
     with contextlib.redirect_stdout(io.StringIO()):
-        summary = train(load(RECIPE, overrides), objects={"slow": slow}, hooks=[recorder]).summary
+        summary = train(load(None if is_lake else RECIPE, overrides), objects={"slow": slow}, hooks=[recorder]).summary
     rows, trained_tokens = recorder.rows, sum(row["tokens"] for row in recorder.rows)
-    means = {
-        name: statistics.fmean(row[name] for row in rows) for name in MEAN_METRICS if all(name in row for row in rows)
+    known = {name: [row[name] for row in rows if name in row] for name in (*MEAN_METRICS, *MAX_METRICS)}
+    combined = {
+        name: max(each) if name in MAX_METRICS else statistics.fmean(each) for name, each in known.items() if each
     }
     return {
         **asdict(job), "curve": recorder.curve(summary["before"]["success"]), "final": recorder.final,
@@ -188,7 +210,7 @@ def train_one(job: Job, settings: Settings, folder: Path) -> Row:
         "cpu_share": (rows[-1]["cpu_seconds"] - rows[0]["cpu_seconds"])
         / max(rows[-1]["seconds"] - rows[0]["seconds"], 1e-9),
         "sampled_per_trained": sum(row["sampled"] for row in rows) / max(trained_tokens, 1.0),
-        **means, **{name: max(row[name] for row in rows) for name in MAX_METRICS},
+        "without_gradient": sum("policy/logprob_diff" not in row for row in rows), **combined,
     }  # fmt: skip
 
 
@@ -282,7 +304,7 @@ def write_problems(settings: Settings, out: Path) -> None:
 def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
     """Run what has no result yet and write `OUT/results.json`; returns the names of runs without a result."""
     deadline = time.monotonic() + (args.time_limit or math.inf)
-    names = ("steps", "groups", "size", "every", "tasks", "final_tasks", "attempts", "median", "p99", "level")
+    names = ("task", "steps", "groups", "size", "every", "tasks", "final_tasks", "attempts", "median", "p99", "level")
     settings = Settings(**{name: getattr(args, name) for name in names}, threads=args.threads, extra=args.set)
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -292,11 +314,12 @@ def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[s
             parser.error(f"{out / other[0]} has a result with other settings. Write another --out.")
         jobs = [
             Job(max_lag, correction, seed)
+            for seed in args.seeds  # runs at the same time have all lags: cores may not be independent
             for max_lag in sorted(args.max_lags)  # the slowest first: without lag, a step waits for all episodes
-            for seed in args.seeds
             for correction in args.corrections
         ]
-        write_problems(settings, out)
+        if settings.task == "calculator":
+            write_problems(settings, out)
         left = run_all([job for job in jobs if job.name not in results], settings, out, args.parallel, deadline)
         versions = {
             "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
@@ -316,6 +339,7 @@ def parse_arguments() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     parser.add_argument("--max-lags", type=int, nargs="+", default=[0, 1, 2, 4, 8])
     parser.add_argument("--corrections", nargs="+", choices=list(CORRECTIONS), default=["none", "ratio", "tis"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--task", choices=list(LATENCIES), default="lake")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--groups", type=int, default=16, help="Tasks per step.")
     parser.add_argument("--size", type=int, default=8, help="Episodes per task.")
@@ -323,9 +347,9 @@ def parse_arguments() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     parser.add_argument("--tasks", type=int, default=200, help="Held-out tasks of each point of a curve.")
     parser.add_argument("--final-tasks", type=int, default=600, help="Held-out tasks of the last evaluation.")
     parser.add_argument("--attempts", type=int, default=3, help="Episodes per task of the last evaluation.")
-    parser.add_argument("--median", type=float, default=0.1, help="Median latency in seconds.")
-    parser.add_argument("--p99", type=float, default=1.6, help="99th percentile of the latency in seconds.")
-    parser.add_argument("--level", type=int, choices=[1, 2, 3], default=1, help="Difficulty of the problems.")
+    parser.add_argument("--median", type=float, help="Median latency in seconds; default: see LATENCIES.")
+    parser.add_argument("--p99", type=float, help="99th percentile of the latency in seconds.")
+    parser.add_argument("--level", type=int, choices=[1, 2, 3], default=1, help="Difficulty of calculator problems.")
     parser.add_argument("--parallel", type=int, default=len(os.sched_getaffinity(0)), help="Concurrent runs at most.")
     parser.add_argument("--threads", type=int, default=1, help="CPU cores per run.")
     parser.add_argument("--time-limit", type=float, help="Seconds after which unfinished runs are ended.")
@@ -335,6 +359,12 @@ def parse_arguments() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     parser.add_argument("--shown", choices=list(CORRECTIONS), default="ratio", help="Correction in the figure.")
     parser.add_argument("--json", action="store_true", help="Print the report as one JSON line instead of tables.")
     args = parser.parse_args()
+    args.median, args.p99 = (
+        value if given is None else given
+        for value, given in zip(LATENCIES[args.task], (args.median, args.p99), strict=True)
+    )
+    if args.median < 0 or args.p99 < args.median:
+        parser.error("--median is at least 0 and at most --p99")
     numbers = (args.steps, args.groups, args.every, args.tasks, args.final_tasks, args.attempts, args.threads)
     if min(*numbers, args.parallel) < 1 or args.size < 2 or min(args.max_lags) < 0:
         parser.error("counts are at least 1, --size at least 2 and --max-lags at least 0")

@@ -29,7 +29,7 @@ COMPARED = ("tokens_mean", "seconds_mean", "final")
 RECORDED = (
     "batch/lag_mean", "batch/lag_max", "rollout/dropped_stale", "rollout/cancelled", "sampled_per_trained",
     "policy/clipped", "importance_weight/clipped", "policy/logprob_diff", "policy/logprob_diff_max", "policy/entropy",
-    "seconds", "cpu_share",
+    "seconds", "cpu_share", "without_gradient",
 )  # fmt: skip
 
 
@@ -152,7 +152,8 @@ def print_tables(report: dict[str, Any], target: float) -> None:
         f"tokens to {target:.0%}": lambda one: amount(one["measures"]["tokens_to_target"]),
         f"seconds to {target:.0%}": lambda one: amount(one["measures"]["seconds_to_target"]),
         "s per step": lambda one: f"{one['recorded']['seconds'] / one['steps']:.2f}",
-        "CPU": lambda one: f"{one['recorded']['cpu_share']:.0%}",
+        "CPU s per step": lambda one: f"{one['recorded']['cpu_share'] * one['recorded']['seconds'] / one['steps']:.2f}",
+        "steps without gradient": lambda one: f"{one['recorded']['without_gradient']:.1f}",
         "lag mean, max": lambda one: "{batch/lag_mean:.2f}, {batch/lag_max:.1f}".format(**one["recorded"]),
         "dropped per step": lambda one: f"{one['recorded']['rollout/dropped_stale']:.1f}",
         "sampled per trained token": lambda one: f"{one['recorded']['sampled_per_trained']:.2f}",

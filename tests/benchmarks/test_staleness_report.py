@@ -18,6 +18,7 @@ def report(monkeypatch):
 RECORDED = {
     "batch/lag_mean": 0.5, "batch/lag_max": 1.0, "rollout/dropped_stale": 3.0, "sampled_per_trained": 1.1,
     "policy/clipped": 0.02, "policy/logprob_diff": 0.01, "policy/logprob_diff_max": 0.7, "cpu_share": 0.5,
+    "without_gradient": 0,
 }  # fmt: skip
 
 
