@@ -233,8 +233,10 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Exclude a second benchmark in the same folder."""
+    """Exclude a second benchmark in the same folder, also while processes of a killed one are running: they inherit the
+    lock."""
     with (out / "lock").open("w") as file:
+        os.set_inheritable(file.fileno(), True)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -253,7 +255,7 @@ def start(job: Job, settings: Settings, folder: Path, cores: Sequence[int]) -> s
     env = os.environ | {"OMP_NUM_THREADS": str(len(cores)), "HF_HUB_OFFLINE": "1"}
     with (folder / "log.txt").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, __file__, "--run", text], stdout=log, stderr=log, env=env,
+            [sys.executable, __file__, "--run", text], stdout=log, stderr=log, env=env, close_fds=False,
             preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )  # fmt: skip
 
@@ -295,6 +297,15 @@ def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
+def make_jobs(seeds: Sequence[int], max_lags: Sequence[int], corrections: Sequence[str]) -> list[Job]:
+    """Each combination once, by seed, so that runs at the same time have all lags: cores may not be independent. The
+    slowest are first: without lag, a step waits for all episodes."""
+    combinations = (
+        Job(lag, correction, seed) for seed in seeds for lag in sorted(max_lags) for correction in corrections
+    )
+    return list(dict.fromkeys(combinations))
+
+
 def write_problems(settings: Settings, out: Path) -> None:
     rows = problems(NUM_TRAINING_PROBLEMS + settings.final_tasks, level=settings.level)
     write_json(out / "training.json", rows[:NUM_TRAINING_PROBLEMS])
@@ -312,15 +323,10 @@ def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[s
         results = read_results(out)
         if other := [name for name, result in results.items() if result["settings"] != asdict(settings)]:
             parser.error(f"{out / other[0]} has a result with other settings. Write another --out.")
-        jobs = [
-            Job(max_lag, correction, seed)
-            for seed in args.seeds  # runs at the same time have all lags: cores may not be independent
-            for max_lag in sorted(args.max_lags)  # the slowest first: without lag, a step waits for all episodes
-            for correction in args.corrections
-        ]
         if settings.task == "calculator":
             write_problems(settings, out)
-        left = run_all([job for job in jobs if job.name not in results], settings, out, args.parallel, deadline)
+        jobs = [job for job in make_jobs(args.seeds, args.max_lags, args.corrections) if job.name not in results]
+        left = run_all(jobs, settings, out, args.parallel, deadline)
         versions = {
             "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
             "machine": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0)),
@@ -382,8 +388,11 @@ def main() -> int:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes of the runs are ended too
     left = [] if args.source else measure(args, parser)
-    found = json.loads((args.source or args.out / "results.json").read_text())
-    if not found["rows"]:
+    try:
+        found = json.loads((args.source or args.out / "results.json").read_text())
+    except (OSError, ValueError) as error:
+        parser.error(f"--from: {error}")
+    if not (isinstance(found, dict) and found.get("rows")):
         parser.error("no run is finished; the log of a run is OUT/NAME/log.txt")
     report = make_report(found["rows"], args.target)
     if args.json:

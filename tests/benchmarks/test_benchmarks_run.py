@@ -95,6 +95,26 @@ def test_real_model_benchmark_trains_recipes_and_collects_results(tmp_path):
     assert (tmp_path / "curves.png").stat().st_size > 1000
 
 
+@pytest.mark.usefixtures("bench")
+def test_staleness_benchmark_runs_each_combination_once_seed_by_seed():
+    from staleness import make_jobs
+
+    names = [job.name for job in make_jobs([0, 1, 0], [1, 0], ["none", "ratio"])]
+    assert names == [
+        f"lag-{lag}-{correction}-seed-{seed}" for seed in (0, 1) for lag in (0, 1) for correction in ("none", "ratio")
+    ]
+
+
+@pytest.mark.parametrize("content", [None, "no JSON", "[]", '{"rows": []}'])
+def test_staleness_benchmark_refuses_a_file_without_results(tmp_path, content):
+    file = tmp_path / "results.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(AssertionError, match="error: ") as refused:
+        run_benchmark("staleness.py", "--from", str(file))
+    assert "Traceback" not in str(refused.value)
+
+
 @pytest.mark.slow
 def test_staleness_benchmark_keeps_finished_runs_and_reports_them_again(tmp_path):
     small = ["--out", str(tmp_path), "--max-lags", "0", "1", "--corrections", "ratio", "--steps", "3", "--groups", "2",
