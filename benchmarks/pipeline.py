@@ -24,7 +24,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,21 @@ from arborl.training_run import train
 RECIPE = Path(__file__).parents[1] / "recipes" / "calculator" / "run.yaml"
 
 
-def make_slow_calculator(median: float, p99: float, seed: int, is_training: Callable[[], bool]) -> Any:
-    """The calculator with random latency during training; without latency if the median is 0."""
+def make_latency(
+    median: float, p99: float, seed: int, is_training: Callable[[], bool]
+) -> Callable[[], Awaitable[None]]:
+    """A function that waits for a log-normal time during training; without latency if the median is 0."""
     rng, spread = np.random.default_rng(seed), math.log(p99 / median) / 2.3263 if median else 0.0
+
+    async def wait() -> None:
+        if median and is_training():
+            await asyncio.sleep(median * math.exp(spread * rng.standard_normal()))
+
+    return wait
+
+
+def make_slow_calculator(wait: Callable[[], Awaitable[None]]) -> Any:
+    """The calculator, which waits before it answers."""
 
     @tool(name="calculator", description=instant_calculator.spec.description)
     async def calculator(expression: str) -> str:
@@ -53,8 +65,7 @@ def make_slow_calculator(median: float, p99: float, seed: int, is_training: Call
         Args:
             expression: for example (2 + 3) * 4 or sqrt(2) ** 2.
         """
-        if median and is_training():
-            await asyncio.sleep(median * math.exp(spread * rng.standard_normal()))
+        await wait()
         return str(instant_calculator.function(expression))
 
     return calculator
@@ -73,7 +84,7 @@ class StepTimes:
 def run(folder: Path, args: argparse.Namespace, max_lag: int, seed: int, median: float) -> dict[str, Any]:
     steps, p99, tasks = args.steps, args.p99, args.tasks
     run_dir, step_times = folder / f"lag-{max_lag}-seed-{seed}-{median:g}", StepTimes()
-    slow = make_slow_calculator(median, p99, seed, lambda: len(step_times.times) < steps)
+    slow = make_slow_calculator(make_latency(median, p99, seed, lambda: len(step_times.times) < steps))
     settings = [
         f"data.path={folder / 'arithmetic.json'}", f"rollout.max_lag={max_lag}", f"seed={seed}",
         f"output_dir={run_dir}", f"trainer.steps={steps}", f"evaluation.tasks={tasks}",

@@ -98,6 +98,49 @@ def test_real_model_benchmark_trains_recipes_and_collects_results(tmp_path):
     assert [run.split(" | ")[0] for run in runs] == ["| smollm2-calculator, 0", "| smollm2-calculator, 1"]
 
 
+@pytest.mark.usefixtures("bench")
+def test_staleness_benchmark_runs_each_combination_once_seed_by_seed():
+    from staleness import make_jobs
+
+    names = [job.name for job in make_jobs([0, 1, 0], [1, 0], ["none", "ratio"])]
+    assert names == [
+        f"lag-{lag}-{correction}-seed-{seed}" for seed in (0, 1) for lag in (0, 1) for correction in ("none", "ratio")
+    ]
+
+
+@pytest.mark.parametrize("content", [None, "no JSON", "[]", '{"rows": []}'])
+def test_staleness_benchmark_refuses_a_file_without_results(tmp_path, content):
+    file = tmp_path / "results.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(AssertionError, match="error: ") as refused:
+        run_benchmark("staleness.py", "--from", str(file))
+    assert "Traceback" not in str(refused.value)
+
+
+@pytest.mark.slow
+def test_staleness_benchmark_keeps_finished_runs_and_reports_them_again(tmp_path):
+    small = ["--out", str(tmp_path), "--max-lags", "0", "1", "--corrections", "ratio", "--steps", "3", "--groups", "2",
+             "--size", "3", "--every", "2", "--tasks", "3", "--final-tasks", "4", "--attempts", "2", "--median", "0.01",
+             "--p99", "0.1", "--parallel", "1"]  # fmt: skip
+    (first,) = run_benchmark("staleness.py", *small, "--seeds", "0")
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/result.json")}
+    (both,) = run_benchmark("staleness.py", *small, "--seeds", "0", "1")
+    assert [one["seeds"] for one in first["configurations"]] == [[0], [0]]
+    assert [one["seeds"] for one in both["configurations"]] == [[0, 1], [0, 1]]
+    assert both["unfinished"] == []
+    assert len(written) == 2
+    assert all(path.stat().st_mtime_ns == time for path, time in written.items())
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [[point["step"] for point in row["curve"]] for row in rows] == [[0, 2, 3]] * 4
+    assert [row["batch/lag_max"] for row in rows] == [0.0, 0.0, 1.0, 1.0]
+    assert all(row["sampled_per_trained"] >= 1 for row in rows)
+    (again,) = run_benchmark("staleness.py", "--from", str(tmp_path / "results.json"))
+    assert again == both
+    with pytest.raises(AssertionError, match="other settings"):
+        run_benchmark("staleness.py", *small, "--seeds", "0", "--level", "2")
+
+
 @pytest.mark.slow
 def test_serve_benchmark_reports_complete_streams():
     (row,) = run_benchmark("serve.py", "--clients", "6", "--tokens", "4", "--sides", "arborl")

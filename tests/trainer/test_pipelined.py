@@ -149,6 +149,31 @@ async def test_a_cancelled_update_is_completed(tmp_path):
     assert trainer.state()["pipeline"] == {"next": 1, "sizes": {}, "left": []}
 
 
+def test_tokens_sampled_during_an_update_are_counted_in_the_next_step():
+    parts = build(load(None, [*SMALL, "trainer.steps=4", "rollout.max_lag=2"]))
+    if parts.engine.shares_weights:
+        pytest.skip("there is no C compiler")
+    update, sampled, trained = parts.learner.update, [], []
+
+    class Count:
+        async def after(self, trainer, groups, metrics):
+            sampled.append(metrics["engine/sampled"])
+            trained.extend(episode.sampled for group in groups for episode in group.episodes)
+
+    trainer = make_trainer(parts, hooks=[Count()])
+
+    def slow(*args):
+        """All groups that were begun finish during the update."""
+        ends = time.monotonic() + 20
+        while trainer.pipeline.busy and time.monotonic() < ends:
+            time.sleep(0.01)
+        return update(*args)
+
+    parts.learner.update = slow
+    asyncio.run(trainer.fit())
+    assert sum(sampled) >= sum(trained)
+
+
 @pytest.mark.parametrize("more", [[], ["model.lora.rank=2"]], ids=["all weights", "adapters"])
 def test_tokens_sampled_during_an_update_carry_the_right_policy_version(more):
     parts = build(load(None, [*SMALL, *more, "trainer.steps=3", "rollout.max_lag=1"]))

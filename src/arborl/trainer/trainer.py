@@ -277,8 +277,9 @@ class Trainer:
     # -------------------------------------------------------------------------------------------- metrics
 
     def _reset_counters(self) -> Metrics:
-        """Start counting for this step. Samples since the last step (an evaluation) are dropped, lost engines kept."""
-        if self.pipeline.busy:
+        """Start counting for this step, if no group of it is sampled yet: samples since the last step (an evaluation)
+        are dropped, lost engines kept."""
+        if self.pipeline.slots:
             return {}
         self.rewards.busy_time.busy()
         return {name: value for name, value in self.engine.metrics().items() if name in LOST_ENGINE_METRICS}
