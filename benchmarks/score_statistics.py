@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan, nan
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -26,14 +27,14 @@ CUT = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A value and its 95 % interval."""
+    """A value and its 95 % interval; NaN if an environment has one run, which has no spread."""
 
     value: float
     low: float
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self.value:.3f}" + ("" if isnan(self.low) else f" [{self.low:.3f}, {self.high:.3f}]")
 
 
 def interquartile_mean(scores: ArrayLike) -> Array:
@@ -55,6 +56,8 @@ def pooled_iqm(scores: Scores) -> float:
 def iqm_estimate(scores: Scores, seed: int = 0, repetitions: int = REPETITIONS) -> Estimate:
     """Interquartile mean over the runs of all environments. The interval is the percentile interval of the stratified
     bootstrap: runs are resampled within each environment, and the environments stay."""
+    if _has_single_run(scores):
+        return Estimate(pooled_iqm(scores), nan, nan)
     rng = np.random.default_rng(seed)
     samples = [
         interquartile_mean(np.concatenate([_resampled(runs, count, rng) for runs in scores.values()], axis=1))
@@ -75,8 +78,10 @@ def improvement_estimate(first: Scores, second: Scores, seed: int = 0, repetitio
     environments with equal weight. The runs of both are resampled independently within each environment."""
     if first.keys() != second.keys():
         raise ValueError(f"different environments: {', '.join(first)}; {', '.join(second)}")
-    rng = np.random.default_rng(seed)
     value = float(np.mean([improvement(first[name], second[name]) for name in first]))
+    if _has_single_run(first) or _has_single_run(second):
+        return Estimate(value, nan, nan)
+    rng = np.random.default_rng(seed)
     samples = [
         np.mean(
             [improvement(_resampled(first[name], n, rng), _resampled(second[name], n, rng)) for name in first], axis=0
@@ -84,6 +89,10 @@ def improvement_estimate(first: Scores, second: Scores, seed: int = 0, repetitio
         for n in _chunks(repetitions)
     ]
     return _with_interval(value, np.concatenate(samples))
+
+
+def _has_single_run(scores: Scores) -> bool:
+    return any(len(runs) == 1 for runs in scores.values())
 
 
 def _chunks(repetitions: int) -> list[int]:
