@@ -3,12 +3,12 @@
     python benchmarks/compare_algorithms.py algorithms --workers 16 --out runs/compare
     python benchmarks/compare_algorithms.py repeated-states --workers 16 --out runs/compare --time-limit 240
     python benchmarks/compare_algorithms.py algorithms --set trainer.steps=40 sokoban:rollout.tasks_per_step=16
-    python benchmarks/compare_algorithms.py --from runs/compare/algorithms/results.json --report docs/results
+    python benchmarks/compare_algorithms.py --from runs/compare/algorithms/results.json
 
 A suite is an entry of `SUITES`. A run uses one CPU core; `--workers` runs are trained at the same time, seed by seed,
 the longest first, so that an interrupted comparison has the same number of runs of each algorithm. REPORT (default:
-`OUT/SUITE`) gets `results.json` (one row per run, written after each run), `tables.md` and `SUITE.png`. Repeat the
-command to continue: runs in `results.json` and finished run folders are not trained again.
+`OUT/SUITE`) gets `results.json` (one row per run, written after each run), `tables.md` and `compare-SUITE.png`. Repeat
+the command to continue: runs in `results.json` and finished run folders are not trained again.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ SUITES = {
         {
             "frozen_lake": Environment("FrozenLake", "", ("trainer.steps=20", "evaluation.every=10"), 2),
             "sokoban": Environment(
-                "Sokoban", "sokoban", ("trainer.steps=20", "evaluation.every=10", "rollout.tasks_per_step=8"), 3
+                "Sokoban", "sokoban", ("trainer.steps=16", "evaluation.every=8", "rollout.tasks_per_step=8"), 3
             ),
             "calculator": Environment("Calculator", "calculator", ("trainer.steps=30", "evaluation.every=15"), 1),
         },
@@ -93,14 +93,14 @@ SUITES = {
                 "FrozenLake, slippery", "", ("env.args.slippery=true", "env.args.max_steps=20", "trainer.steps=40"), 2
             ),
             "sokoban_sparse": Environment(
-                "Sokoban, reward at end",
+                "Sokoban, sparse",
                 "sokoban",
                 ("env.args.step_reward=0", "env.args.box_reward=0", "env.args.done_reward=1",
                  "env.args.format_penalty=-0.01", "env.args.max_steps=20", "trainer.steps=20"),
                 4,
             ),
             "rooms": Environment(
-                "Rooms, 30 commands",
+                "Rooms",
                 "rooms",
                 ("env.args.rooms=8", "env.args.doors=2", "env.args.max_steps=30", "trainer.steps=16"),
                 4,
@@ -268,7 +268,7 @@ def write_report(suite_name: str, rows: Iterable[Row], report: Path) -> int:
     results = {name: comparison.result(name) for name in algorithms}
     text = tables(comparison, results)
     replace_file(report / "tables.md", text.encode("utf-8"))
-    figure = plot_comparison(comparison, results, report / f"{suite_name}.png")
+    figure = plot_comparison(comparison, results, report / f"compare-{suite_name}.png")
     machines = sorted({", ".join(f"{key} {value}" for key, value in row["machine"].items()) for row in done})
     print(text, *machines, f"Figure: {figure}", sep="\n")
     return int(bool(failed))
@@ -354,7 +354,11 @@ def check_extra(parser: argparse.ArgumentParser, extra: Sequence[str], suite: Su
 def main() -> int:
     args = parse_arguments()
     if args.files is None:
-        return run_suite(args)
+        try:
+            return run_suite(args)
+        except KeyboardInterrupt:
+            print("Interrupted. Repeat the command to continue.")
+            return 130
     suite, rows = read_results(args.files)
     check_settings(rows.values())
     report = args.files[0].parent if args.report is None else args.report

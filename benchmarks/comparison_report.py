@@ -23,6 +23,9 @@ MEASURES = {"after": "held-out success", "area": "area under the curve"}
 MISSING = "–"
 WIDTH, PANEL_HEIGHT = 9.0, 2.6
 """Size of the figure in inches: its width and the height of a row of panels."""
+IMPROVEMENT_RANGE = (-0.05, 1.05)
+MIN_RANGE = 0.1
+"""Smallest range of scores on an axis, so that small differences do not look large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +172,7 @@ def plot_comparison(comparison: Comparison, results: Mapping[str, AlgorithmResul
         for axes, (environment, title) in zip(panels[columns:], comparison.environments.items(), strict=False):
             found = {name: result.by_environment.get(environment, {}).get("after") for name, result in results.items()}
             _plot_intervals(axes, found, title)
+            axes.set_xlabel("IQM, held-out success", fontsize=9)
         for axes in panels[columns + len(comparison.environments) :]:
             axes.set_axis_off()
         for number, axes in enumerate(panels):
@@ -188,6 +192,9 @@ def _plot_intervals(
             axes.plot([estimate.low, estimate.high], [place + shift] * 2, color=colour, linewidth=6, alpha=0.35,
                       solid_capstyle="butt")  # fmt: skip
             axes.plot([estimate.value], [place + shift], marker, color=colour, markersize=6, zorder=5)
+    low, high = axes.get_xlim()
+    if (missing := MIN_RANGE - (high - low)) > 0:
+        axes.set_xlim(low - missing / 2, high + missing / 2)
 
 
 def _plot_improvement(axes: Axes, comparison: Comparison, results: Mapping[str, AlgorithmResult]) -> None:
@@ -195,7 +202,8 @@ def _plot_improvement(axes: Axes, comparison: Comparison, results: Mapping[str, 
         estimates = {name: result.improvement[measure] for name, result in results.items()}
         _plot_intervals(axes, estimates, f"P(higher than {comparison.baseline})", marker, shift)
     axes.axvline(0.5, color="#4a4f57", linewidth=1, linestyle="--", zorder=1)
-    axes.set_xlim(-0.03, 1.03)
+    axes.set_xlim(IMPROVEMENT_RANGE)
+    axes.set_xticks([0, 0.5, 1])
     handles = [axes.plot([], [], marker, color="#4a4f57", label=label)[0]
                for marker, label in (("o", "held-out success"), ("D", "area under curve"))]  # fmt: skip
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.1), fontsize=8, frameon=False, ncols=1)
@@ -206,6 +214,7 @@ def _label_algorithms(axes: Axes, names: Sequence[str], is_first: bool) -> None:
 
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_yticks(range(len(names)), names if is_first else [""] * len(names))
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
+    if axes.get_xlim() != IMPROVEMENT_RANGE:
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=3))
     axes.tick_params(labelsize=9)
     axes.grid(visible=False, axis="y")

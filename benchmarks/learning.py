@@ -141,8 +141,9 @@ def locked(out: Path) -> Iterator[None]:
         sys.exit(f"{out} is in use by another benchmark. Wait for it, or write another --out.")
 
 
-def train(job: Job, threads: int) -> dict[str, Any]:
-    """Train one run in its own process, unless it has finished. The process ends with this one."""
+def train(job: Job, threads: int, running: set[subprocess.Popen[bytes]]) -> dict[str, Any]:
+    """Train one run in its own process, unless it has finished. The process is in `running` while it runs, and ends
+    with this one."""
     began = time.perf_counter()
     if job.has_other_settings():
         return {"error": [f"{job.folder} was trained with other settings. Write another --out."]}
@@ -152,10 +153,13 @@ def train(job: Job, threads: int) -> dict[str, Any]:
     job.folder.parent.mkdir(parents=True, exist_ok=True)
     job.settings_file.write_text(json.dumps(job.recorded()) + "\n", encoding="utf-8")
     with job.log_file.open("w", encoding="utf-8") as log:
-        code = subprocess.call(
+        process = subprocess.Popen(
             supervised_command(job.command(threads), keep_stderr=True), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log,
             stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": str(threads)},
         )  # fmt: skip
+        running.add(process)
+        code = process.wait()
+        running.discard(process)
     row = {"seconds": round(time.perf_counter() - began, 1)}
     summary = job.summary()
     if code or summary is None:
@@ -173,19 +177,22 @@ def run_jobs(
 ) -> list[dict[str, Any]]:
     """Train the jobs in the given order, `workers` at a time, each on `threads` CPU cores of its own.
 
-    After `time_limit` seconds no further run starts; the rows of those that did not start have `skipped`. `on_end` is
-    called with each row, by one thread at a time.
+    After `time_limit` seconds no further run starts; the rows of those that did not start or were interrupted have
+    `skipped`. `on_end` is called with each row, by one thread at a time.
     """
     deadline = float("inf") if time_limit is None else time.monotonic() + time_limit
     free_cores: SimpleQueue[list[int]] = SimpleQueue()
     available = sorted(os.sched_getaffinity(0))
     for worker in range(workers):
         free_cores.put([available[(worker * threads + i) % len(available)] for i in range(threads)])
-    reporting = threading.Lock()
+    reporting, stopped = threading.Lock(), threading.Event()
+    running: set[subprocess.Popen[bytes]] = set()
 
     def run_job(job: Job) -> dict[str, Any]:
-        can_start = time.monotonic() < deadline or job.summary() is not None
-        row = train(job, threads) if can_start else {"skipped": True}
+        can_start = not stopped.is_set() and (time.monotonic() < deadline or job.summary() is not None)
+        row = train(job, threads, running) if can_start else {"skipped": True}
+        if stopped.is_set():  # it was ended
+            row = {"skipped": True}
         with reporting:
             on_end(job, row)
         return row
@@ -193,7 +200,10 @@ def run_jobs(
     pool = ThreadPoolExecutor(workers, initializer=lambda: os.sched_setaffinity(0, free_cores.get()))
     try:  # processes inherit the cores of the thread that starts them
         return list(pool.map(run_job, jobs))
-    finally:
+    finally:  # after an interrupt the running processes are ended, with all that they started
+        stopped.set()
+        for process in list(running):
+            process.terminate()
         pool.shutdown(cancel_futures=True)
 
 

@@ -116,7 +116,7 @@ def test_tables_and_figure_are_made_from_results_without_training(tmp_path, comp
     assert gigpo.split(" | ")[4] == "1.000 [1.000, 1.000]"
     assert gigpo.split(" | ")[6] == "3,000"
     assert 0.5 < float(rloo.split(" | ")[4].split()[0]) < 1
-    assert (tmp_path / "report" / "algorithms.png").stat().st_size > 10_000
+    assert (tmp_path / "report" / "compare-algorithms.png").stat().st_size > 10_000
     assert "abc" in process.stdout
 
 

@@ -97,7 +97,7 @@ def walk(*states: str) -> Episode:
 def test_shared_states_are_turns_after_the_first_whose_state_occurs_in_another_episode_of_the_group():
     groups = [
         Group(Task("t"), [walk("start", "a", "b"), walk("start", "a", "c", "c"), walk("start", "start", "")]),
-        Group(Task("u"), [walk("start", "d"), walk("start", "e", "b")]),  # the same key of another task is another state
+        Group(Task("u"), [walk("start", "d"), walk("start", "e", "b")]),  # `b` of another task is another state
     ]
     assert episode_metrics(groups)["group/shared_states"] == 3 / 9  # `a` twice, and the return to `start`
 
