@@ -138,6 +138,11 @@ def own_settings(algorithm: str, seed: int) -> tuple[str, ...]:
     return f"algorithm.name={algorithm}", f"seed={seed}"
 
 
+def shared_settings(key: Key, job: Job) -> list[str]:
+    """What all runs of an environment have in common: recipe, settings, model."""
+    return [setting for setting in job.recorded() if setting not in own_settings(*key[1:])]
+
+
 def settings_for(environment: str, extra: Sequence[str]) -> list[str]:
     """The settings of `--set` for an environment: `a.b=c`, and `ENVIRONMENT:a.b=c` without the prefix."""
     found = []
@@ -165,8 +170,7 @@ def make_data() -> None:
 def make_row(key: Key, job: Job, ended: Mapping[str, Any]) -> Row:
     """The row of a run in `results.json`; of a failed run with `error`."""
     environment, algorithm, seed = key
-    own = own_settings(algorithm, seed)
-    settings = [setting for setting in job.recorded() if setting not in own]
+    settings = shared_settings(key, job)
     row: Row = {"environment": environment, "algorithm": algorithm, "seed": seed, "settings": settings}
     if "error" in ended:
         return row | {"error": ended["error"]}
@@ -201,9 +205,13 @@ def mean_of(metrics: Sequence[Mapping[str, float]], name: str) -> float | None:
 @cache
 def machine() -> dict[str, str]:
     """Versions and hardware of the measurement."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    try:
+        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        commit = git.stdout.strip()
+    except FileNotFoundError:
+        commit = ""
     return {
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit or "unknown",
         "python": platform.python_version(),
         "torch": importlib.metadata.version("torch"),
         "processor": f"{platform.machine()}, {os.cpu_count()} cores",
@@ -231,16 +239,19 @@ def read_results(files: Sequence[Path]) -> tuple[str, dict[Key, Row]]:
     return suites.pop(), rows
 
 
-def check_settings(rows: Iterable[Row]) -> None:
-    """Exit with a message if runs of one environment have different settings: they are not comparable."""
+def check_settings(rows: Iterable[Row], jobs: Mapping[Key, Job] | None = None) -> None:
+    """Exit with a message if runs of one environment have different settings: they are not comparable. Failed runs are
+    not compared."""
+    given = [(row["environment"], row["settings"]) for row in rows if "error" not in row]
+    given += [(key[0], shared_settings(key, job)) for key, job in (jobs or {}).items()]
     known: dict[str, list[str]] = {}
-    for row in rows:
-        first = known.setdefault(row["environment"], row["settings"])
-        if row["settings"] != first:
-            differing = sorted(set(first) ^ set(row["settings"]))
+    for environment, settings in given:
+        first = known.setdefault(environment, settings)
+        if settings != first:
+            differing = ", ".join(sorted(set(first) ^ set(settings))) or "their order"
             sys.exit(
-                f"{row['environment']}: runs with different settings are not comparable: {', '.join(differing)}. Write "
-                "another --out and --report."
+                f"{environment}: runs with different settings are not comparable: {differing}. Write another --out and "
+                "--report."
             )
 
 
@@ -289,7 +300,7 @@ def run_suite(args: argparse.Namespace) -> int:
             if known_suite != suite_name:
                 sys.exit(f"{report / 'results.json'} has results of the suite {known_suite}. Write another --report.")
         jobs = make_jobs(suite_name, keys, out, args.set)
-        check_settings([*rows.values(), *(make_row(key, job, {"error": []}) for key, job in jobs.items())])
+        check_settings(rows.values(), jobs)
         missing = {job: key for key, job in jobs.items() if "error" in rows.get(key, {"error": []})}
         if any(job.recipe == "calculator" for job in missing):
             make_data()

@@ -210,7 +210,12 @@ def test_finished_runs_are_not_trained_again_and_others_are(tmp_path, compare):
     assert again.returncode == 0, again.stdout + again.stderr
     assert (out / "calculator" / "grpo-0" / "summary.json").stat().st_mtime_ns == kept
     assert json.loads((out / "calculator" / "gigpo-0" / "summary.json").read_text())["steps"] == 1
+    refused = compare(*command, "sampling.max_tokens=40")
+    assert refused.returncode == 1
+    assert "not comparable: sampling.max_tokens=40" in refused.stderr
     (out / "results.json").unlink()
     other = compare(*command, "sampling.max_tokens=40")
     assert other.returncode == 1
     assert "was trained with other settings" in other.stdout
+    final = compare(*command)  # the rows of the runs that were refused are no obstacle
+    assert final.returncode == 0, final.stdout + final.stderr
