@@ -4,7 +4,8 @@
     python benchmarks/learning.py sokoban shop --workers 1 --threads 2 --json
 
 A suite is an entry of `SUITES`. Prints one line per run with the success rate on held-out tasks before and after
-training; `OUT/SUITE` contains the run folders and `curves.png` with the curves of all runs.
+training; `OUT/SUITE` contains the run folders and `curves.png` with the curves of all runs. A finished run is not
+trained again; the folder of an unfinished one is removed and the run starts again.
 """
 
 from __future__ import annotations
@@ -13,15 +14,22 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+
+from filelock import FileLock, Timeout
+
+from arborl.child_process import supervised_command
 
 ROOT = Path(__file__).parents[1]
 ALGORITHMS = ("grpo", "rloo", "reinforce_plus_plus", "ppo", "gspo", "gigpo", "a2c", "dpo")
@@ -69,25 +77,137 @@ SUITES = {
     "mixed": Suite("Three agents in one run", "mixed", {"mixed": ()}),
 }
 COMMON_SETTINGS = ("model.device=cpu", "track.gifs=0", "track.tensorboard=false")
+ERROR_LINES = 5
+"""Last lines of the console output of a failed run that are reported."""
 
 
-def train(suite: str, name: str, out: Path, extra: Sequence[str], core_pool: SimpleQueue[list[int]]) -> dict[str, Any]:
-    """Train one run in its own process, on CPU cores that no other run uses."""
-    selected, folder, cores = SUITES[suite], out / suite / name.replace(" ", "-"), core_pool.get()
-    recipe = [str(ROOT / "recipes" / selected.recipe / "run.yaml")] if selected.recipe else []
-    overrides = [*selected.runs[name], *COMMON_SETTINGS, f"threads={len(cores)}", f"output_dir={folder}", *extra]
-    began = time.perf_counter()
+# ------------------------------------------------------------------------------------------------ runs in processes
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One training run. Beside its folder are `NAME.settings.json` and the console output, `NAME.log`."""
+
+    folder: Path
+    recipe: str
+    """A folder of `recipes/`; empty for the demo."""
+    settings: tuple[str, ...]
+    inputs: tuple[str, ...] = ()
+    """What else the result depends on, such as the version of the model."""
+
+    def command(self, threads: int) -> list[str]:
+        recipe = [str(ROOT / "recipes" / self.recipe / "run.yaml")] if self.recipe else []
+        more = [*self.settings, f"threads={threads}", f"output_dir={self.folder}"]
+        return [sys.executable, "-m", "arborl", "train", *recipe, *more]
+
+    @property
+    def settings_file(self) -> Path:
+        return self.folder.parent / f"{self.folder.name}.settings.json"
+
+    @property
+    def log_file(self) -> Path:
+        return self.folder.parent / f"{self.folder.name}.log"
+
+    def summary(self) -> dict[str, Any] | None:
+        """The summary of the finished run; None if it has not finished."""
+        try:
+            found = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: it was being written
+            return None
+        return found if isinstance(found, dict) and not found.get("stopped") else None
+
+    def recorded(self) -> list[str]:
+        """What is written to the file of the settings."""
+        return [self.recipe, *self.settings, *self.inputs]
+
+    def has_other_settings(self) -> bool:
+        """Whether the run folder was trained with other settings than those of the job."""
+        if not self.folder.exists():
+            return False
+        try:
+            return bool(json.loads(self.settings_file.read_text(encoding="utf-8")) != self.recorded())
+        except (FileNotFoundError, ValueError):
+            return True
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Lock the folder: two benchmarks in one folder would remove each other's runs."""
+    out.mkdir(parents=True, exist_ok=True)
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "arborl", "train", *recipe, *overrides], cwd=ROOT, capture_output=True, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": str(len(cores))}, preexec_fn=lambda: os.sched_setaffinity(0, cores),
+        with FileLock(out / ".lock", timeout=0):
+            yield
+    except Timeout:
+        sys.exit(f"{out} is in use by another benchmark. Wait for it, or write another --out.")
+
+
+def train(job: Job, threads: int, running: set[subprocess.Popen[bytes]]) -> dict[str, Any]:
+    """Train one run in its own process, unless it has finished. The process is in `running` while it runs, and ends
+    with this one."""
+    began = time.perf_counter()
+    if job.has_other_settings():
+        return {"error": [f"{job.folder} was trained with other settings. Write another --out."]}
+    if (summary := job.summary()) is not None:
+        return {"seconds": 0.0, "summary": summary}
+    shutil.rmtree(job.folder, ignore_errors=True)  # a run that was killed
+    job.folder.parent.mkdir(parents=True, exist_ok=True)
+    job.settings_file.write_text(json.dumps(job.recorded()) + "\n", encoding="utf-8")
+    with job.log_file.open("w", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            supervised_command(job.command(threads), keep_stderr=True), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log,
+            stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": str(threads)},
         )  # fmt: skip
-    finally:
-        core_pool.put(cores)
-    row = {"suite": suite, "run": name, "seconds": round(time.perf_counter() - began, 1)}
-    if done.returncode:
-        return row | {"error": (done.stderr or done.stdout).strip().splitlines()[-5:]}
-    return row | {"summary": json.loads((folder / "summary.json").read_text())}
+        running.add(process)
+        code = process.wait()
+        running.discard(process)
+    row = {"seconds": round(time.perf_counter() - began, 1)}
+    summary = job.summary()
+    if code or summary is None:
+        lines = job.log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-ERROR_LINES:]
+        return row | {"error": lines or [f"the process ended with code {code}"]}
+    return row | {"summary": summary}
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    workers: int,
+    threads: int = 1,
+    time_limit: float | None = None,
+    on_end: Callable[[Job, dict[str, Any]], None] = lambda job, row: None,
+) -> list[dict[str, Any]]:
+    """Train the jobs in the given order, `workers` at a time, each on `threads` CPU cores of its own.
+
+    After `time_limit` seconds no further run starts; the rows of those that did not start or were interrupted have
+    `skipped`. `on_end` is called with each row, by one thread at a time.
+    """
+    deadline = float("inf") if time_limit is None else time.monotonic() + time_limit
+    free_cores: SimpleQueue[list[int]] = SimpleQueue()
+    available = sorted(os.sched_getaffinity(0))
+    for worker in range(workers):
+        free_cores.put([available[(worker * threads + i) % len(available)] for i in range(threads)])
+    reporting, stopped = threading.Lock(), threading.Event()
+    running: set[subprocess.Popen[bytes]] = set()
+
+    def run_job(job: Job) -> dict[str, Any]:
+        can_start = not stopped.is_set() and (time.monotonic() < deadline or job.summary() is not None)
+        row = train(job, threads, running) if can_start else {"skipped": True}
+        if stopped.is_set():  # it was ended
+            row = {"skipped": True}
+        with reporting:
+            on_end(job, row)
+        return row
+
+    pool = ThreadPoolExecutor(workers, initializer=lambda: os.sched_setaffinity(0, free_cores.get()))
+    try:  # processes inherit the cores of the thread that starts them
+        return list(pool.map(run_job, jobs))
+    finally:  # after an interrupt the running processes are ended, with all that they started
+        stopped.set()
+        for process in list(running):
+            process.terminate()
+        pool.shutdown(cancel_futures=True)
+
+
+# ------------------------------------------------------------------------------------------------ suites
 
 
 def main() -> int:
@@ -100,31 +220,32 @@ def main() -> int:
     parser.add_argument("--set", nargs="*", default=[], metavar="a.b=c", help="settings of all runs")
     parser.add_argument("--json", action="store_true", help="print only one JSON line per run")
     args = parser.parse_args()
-    core_pool: SimpleQueue[list[int]] = SimpleQueue()
-    available_cores = sorted(os.sched_getaffinity(0))
-    for worker in range(args.workers):
-        core_pool.put(
-            [available_cores[(worker * args.threads + i) % len(available_cores)] for i in range(args.threads)]
-        )
-    jobs = [(suite, name) for suite in args.suites for name in SUITES[suite].runs if not args.only or name in args.only]
+    out = args.out.resolve()
+    names = {
+        Job(
+            out / suite / name.replace(" ", "-"), SUITES[suite].recipe,
+            (*SUITES[suite].runs[name], *COMMON_SETTINGS, *args.set),
+        ): (suite, name)
+        for suite in args.suites
+        for name in SUITES[suite].runs
+        if not args.only or name in args.only
+    }  # fmt: skip
 
-    def run_job(job: tuple[str, str]) -> dict[str, Any]:
-        row = train(*job, args.out.resolve(), args.set, core_pool) | {"machine": platform.machine()}
-        print(json.dumps(row) if args.json else row, flush=True)
-        return row
+    def report(job: Job, row: dict[str, Any]) -> None:
+        suite, name = names[job]
+        full = {"suite": suite, "run": name, **row, "machine": platform.machine()}
+        print(json.dumps(full) if args.json else full, flush=True)
 
-    with ThreadPoolExecutor(args.workers) as pool:
-        rows = list(pool.map(run_job, jobs))
+    with locked(out):
+        rows = run_jobs(list(names), args.workers, args.threads, on_end=report)
     from arborl.view import plot_runs
 
     for suite in args.suites:
         folders = [
-            args.out / suite / row["run"].replace(" ", "-")
-            for row in rows
-            if row["suite"] == suite and "error" not in row
+            job.folder for job, row in zip(names, rows, strict=True) if names[job][0] == suite and "error" not in row
         ]
         if folders:
-            plot_runs(folders, args.out / suite / "curves.png", SUITES[suite].title)
+            plot_runs(folders, out / suite / "curves.png", SUITES[suite].title)
     return int(any("error" in row for row in rows))
 
 

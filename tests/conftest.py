@@ -27,6 +27,7 @@ DOT = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4
 PAINTED = (
     "tests/view/",
     "tests/browser/",
+    "tests/benchmarks/test_compare_algorithms.py::test_tables_and_figure",
     "tests/tune/test_study.py::test_the_settings_as_they_are_come_first_and_are_compared_with",
 )
 """Tests that are about pictures."""

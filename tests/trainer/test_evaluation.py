@@ -10,7 +10,7 @@ from arborl.trainer import evaluation
 from arborl.trainer.evaluation import evaluation_metrics
 from arborl.trainer.policy_comparison import PolicyResult, compare_pair
 from arborl.trainer.step_metrics import episode_metrics
-from arborl.types import Episode, Failure, Group, Task
+from arborl.types import Episode, Failure, Group, Message, Task, Turn
 
 
 def episode(success: float | None) -> Episode:
@@ -86,3 +86,28 @@ def test_a_reward_of_weight_0_has_its_own_metric():
     found = evaluation_metrics([Group(Task("t"), [shown])] * 3)
     assert (found["reward"], found["reward/polite"]) == (1.0, 0.25)
     assert "reward/composite/part" not in found
+
+
+def walk(*states: str) -> Episode:
+    made = episode(1.0)
+    made.turns.extend(Turn(Message("assistant", "go"), state_key=state) for state in states)
+    return made
+
+
+def test_shared_states_are_turns_after_the_first_whose_state_occurs_in_another_episode_of_the_group():
+    groups = [
+        Group(Task("t"), [walk("start", "a", "b"), walk("start", "a", "c", "c"), walk("start", "start", "")]),
+        Group(Task("u"), [walk("start", "d"), walk("start", "e", "b")]),  # `b` of another task is another state
+    ]
+    assert episode_metrics(groups)["group/shared_states"] == 3 / 9  # `a` twice, and the return to `start`
+
+
+def test_shared_states_are_absent_without_state_keys_or_later_turns():
+    for episodes in ([walk("", ""), walk("", "")], [walk("start"), walk("start")]):
+        assert "group/shared_states" not in episode_metrics([Group(Task("t"), episodes)])
+
+
+def test_a_failed_episode_shares_no_states():
+    failed = walk("start", "a")
+    failed.failure = Failure("engine", "error", "broke", "")
+    assert episode_metrics([Group(Task("t"), [walk("start", "a"), failed])])["group/shared_states"] == 0.0

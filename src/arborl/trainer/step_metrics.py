@@ -36,12 +36,27 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
     metrics["call/cut_off"] = finishes.count(FinishReason.LENGTH) / max(len(finishes), 1)
     stops = Counter(episode.stop for episode in survivors)
     metrics |= {f"stop/{stop}": stops[stop] / len(survivors) for stop in dict.fromkeys((*STOPS, *stops))}
+    if (shared := shared_states(groups)) is not None:
+        metrics["group/shared_states"] = shared
     if has_rewards:
         rewards = np.array([episode.reward for episode in survivors])
         metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
         metrics |= {f"reward/{name}": value for name, value in _means(survivors, "rewards").items()}
     means = _means(survivors, "metrics").items()
     return metrics | {name if name.startswith("reward/") else f"episode/{name}": value for name, value in means}
+
+
+def shared_states(groups: Sequence[Group]) -> float | None:
+    """Share of turns after the first whose state also occurs in another episode of their group, which `algorithm=gigpo`
+    compares; None without such turns. The first state is the same by definition and does not count."""
+    turns = shared = 0
+    for group in groups:
+        states = [[turn.state_key for turn in episode.turns] for episode in group.valid_episodes]
+        episodes_with = Counter(key for keys in states for key in set(keys))
+        later = [key for keys in states for key in keys[1:] if key]
+        turns += len(later)
+        shared += sum(episodes_with[key] > 1 for key in later)
+    return shared / turns if turns else None
 
 
 def _means(episodes: Sequence[Episode], field: str) -> Metrics:
