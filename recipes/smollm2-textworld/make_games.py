@@ -33,11 +33,12 @@ class Game:
 
 
 def make_game(game: Game) -> Path:
-    """Compile the game beside its place, then move it there: an unfinished game never has its name."""
+    """Compile the game outside the folder, then move it there: the folder never has an unfinished game."""
     import textworld
     from textworld.generator.chaining import QuestGenerationError
 
-    with tempfile.TemporaryDirectory(dir=game.file.parent.parent) as scratch:
+    folder = game.file.parents[1]
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         for seed in range(game.seed, game.seed + MAX_DRAWS):
             options = textworld.GameOptions()
             options.seeds, options.nb_rooms, options.nb_objects = seed, game.rooms, game.objects
