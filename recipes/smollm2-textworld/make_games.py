@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -78,6 +79,7 @@ def main() -> int:
     games = missing_games(args)
     for split in SEEDS:
         (args.folder / split).mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes end, too
     with ProcessPoolExecutor(args.processes) as pool:
         made = [pool.submit(make_game, game) for game in games]
         try:
