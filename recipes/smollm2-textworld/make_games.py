@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -33,11 +34,12 @@ class Game:
 
 
 def make_game(game: Game) -> Path:
-    """Compile the game beside its place, then move it there: an unfinished game never has its name."""
+    """Compile the game outside the folder, then move it there: the folder never has an unfinished game."""
     import textworld
     from textworld.generator.chaining import QuestGenerationError
 
-    with tempfile.TemporaryDirectory(dir=game.file.parent.parent) as scratch:
+    folder = game.file.parents[1]
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         for seed in range(game.seed, game.seed + MAX_DRAWS):
             options = textworld.GameOptions()
             options.seeds, options.nb_rooms, options.nb_objects = seed, game.rooms, game.objects
@@ -77,6 +79,7 @@ def main() -> int:
     games = missing_games(args)
     for split in SEEDS:
         (args.folder / split).mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes end, too
     with ProcessPoolExecutor(args.processes) as pool:
         made = [pool.submit(make_game, game) for game in games]
         try:

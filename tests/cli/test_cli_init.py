@@ -61,7 +61,8 @@ def test_a_recipe_is_written_with_its_commands_and_can_be_checked_at_once(here: 
     file = f"recipes/{name}/run.yaml"
     assert f"arborl train {file}" in done.output
     checked = CliRunner().invoke(app, ["train", file, "model.name=seedling", "--print"])
-    assert checked.exit_code == 0 or "Write: pip install 'arborl[" in checked.output, checked.output
+    missing = ("Write: pip install 'arborl[", "no game file is there")  # games are made by the recipe's first command
+    assert checked.exit_code == 0 or any(text in checked.output for text in missing), checked.output
 
 
 def test_an_unknown_recipe_is_named_with_the_known_ones(here: Path) -> None:
