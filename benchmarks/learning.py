@@ -33,7 +33,9 @@ from arborl.child_process import supervised_command
 
 ROOT = Path(__file__).parents[1]
 ALGORITHMS = ("grpo", "rloo", "reinforce_plus_plus", "ppo", "gspo", "gigpo", "a2c", "dpo")
+SEEDS = {f"seed {seed}": (f"seed={seed}",) for seed in range(3)}
 STD = {f"{std} {seed}": (f"algorithm.std={std}", f"seed={seed}") for std in ("none", "group") for seed in range(3)}
+LAKE = ("rollout.tasks_per_step=32", "evaluation.tasks=200", "evaluation.every=20")
 READING_TOOLS = "agent.args.toolset=[searchEngine,readChunk,finish]"
 
 
@@ -46,6 +48,10 @@ class Suite:
     runs: dict[str, tuple[str, ...]]
 
 
+def _seeds(*settings: str) -> dict[str, tuple[str, ...]]:
+    return {name: (*seed, *settings) for name, seed in SEEDS.items()}
+
+
 SUITES = {
     "algorithms": Suite("FrozenLake with seedling", "", {name: (f"algorithm={name}",) for name in ALGORITHMS}),
     "std": Suite("FrozenLake, GRPO with and without the group's deviation", "", STD),
@@ -54,20 +60,23 @@ SUITES = {
     "calculator": Suite(
         "Arithmetic with seedling",
         "calculator",
-        {"calculator": (), "no calculator": ("agent=chat", "tools=[]")},
+        {**SEEDS, "no calculator": ("agent=chat", "tools=[]")},
     ),
-    "sokoban": Suite(
-        "Sokoban 6x6 with seedling",
-        "sokoban",
-        {f"{name} {seed}": (f"algorithm={name}", f"seed={seed}") for name in ("grpo", "gigpo") for seed in range(3)},
+    "sokoban": Suite("Sokoban 6x6 with seedling", "sokoban", SEEDS),
+    "shop": Suite("Shop, 1,000 products, with seedling", "shop", SEEDS),
+    "lake": Suite("FrozenLake 4x4 with seedling", "", SEEDS),
+    "large-lake": Suite("FrozenLake 6x6 with seedling", "", _seeds(*LAKE, "env.args.size=6", "trainer.steps=60")),
+    "slippery-lake": Suite(
+        "Slippery FrozenLake, 20 steps, with seedling",
+        "",
+        _seeds(*LAKE, "env.args.slippery=true", "env.args.max_steps=20", "trainer.steps=40"),
     ),
-    "shop": Suite("Shop, 1,000 products, with seedling", "shop", {"grpo": ()}),
     "rooms": Suite("Rooms with seedling", "rooms", {"grpo": ()}),
     "statelm": Suite(
         "Documents of 4,000 to 16,000 tokens, a window of 1,024",
         "statelm",
         {
-            "statelm": (),
+            **SEEDS,
             "no management": ("agent.args.policy=none", READING_TOOLS),
             "window": ("agent.args.policy=window", "agent.args.window=4", READING_TOOLS),
             "summaries": ("agent.args.policy=summary", READING_TOOLS),
