@@ -62,7 +62,7 @@ def test_it_prefers_the_better_reply_and_reports_its_accuracy(made):
     assert [row["epoch"] for row in reward.history] == [1, 2]
     assert [dict(row) for row in reward.history] == used.history
     assert reward.accuracy in [row["accuracy"] for row in reward.history]
-    question = "Where is my parcel?"
+    question = "Where is order 500?"
     good = asyncio.run(reward.compute_reward(talk(question, "I am sorry. I will help you. The shop is old.")))
     bad = asyncio.run(
         reward.compute_reward(talk(question, "It rains on most days. Our town has a river. The shop is old."))
