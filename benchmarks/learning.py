@@ -65,7 +65,11 @@ SUITES = {
     "sokoban": Suite("Sokoban 6x6 with seedling", "sokoban", SEEDS),
     "shop": Suite("Shop, 1,000 products, with seedling", "shop", SEEDS),
     "lake": Suite("FrozenLake 4x4 with seedling", "", SEEDS),
-    "large-lake": Suite("FrozenLake 6x6 with seedling", "", _seeds(*LAKE, "env.args.size=6", "trainer.steps=60")),
+    "large-lake": Suite(
+        "FrozenLake 6x6 with seedling",
+        "",
+        _seeds(*LAKE, "env.args.size=6", "algorithm.entropy_coef=0.01", "trainer.steps=150"),
+    ),
     "slippery-lake": Suite(
         "Slippery FrozenLake, 20 steps, with seedling",
         "",
