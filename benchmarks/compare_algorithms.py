@@ -43,6 +43,8 @@ SETTINGS = (
 """Settings of all runs: what is not needed for the comparison is not written."""
 STEP_AGENT = ("agent=step", "agent.args.history_length=0", "rollout.tasks_per_step=4", "rollout.group_size=16")
 """The prompt is the current state only, so equal states have equal prompts; few tasks with many episodes each."""
+SOKOBAN = ("env=sokoban", "env.args.preset=6x6", "sampling.max_tokens=12", "sampling.max_context=768")
+"""The environment of recipes/sokoban, without its settings of the algorithm."""
 SLOWER = {"ppo": 1.4}
 """Duration relative to `grpo`."""
 DATA = ROOT / "recipes/calculator/data/arithmetic.json"
@@ -77,7 +79,7 @@ SUITES = {
         {
             "frozen_lake": Environment("FrozenLake", "", ("trainer.steps=20", "evaluation.every=10"), 2),
             "sokoban": Environment(
-                "Sokoban", "sokoban", ("trainer.steps=16", "evaluation.every=8", "rollout.tasks_per_step=8"), 3
+                "Sokoban", "", (*SOKOBAN, "trainer.steps=16", "evaluation.every=8", "rollout.tasks_per_step=8"), 3
             ),
             "calculator": Environment("Calculator", "calculator", ("trainer.steps=30", "evaluation.every=15"), 1),
         },
@@ -94,8 +96,8 @@ SUITES = {
             ),
             "sokoban_sparse": Environment(
                 "Sokoban, sparse",
-                "sokoban",
-                ("env.args.step_reward=0", "env.args.box_reward=0", "env.args.done_reward=1",
+                "",
+                (*SOKOBAN, "env.args.step_reward=0", "env.args.box_reward=0", "env.args.done_reward=1",
                  "env.args.format_penalty=-0.01", "env.args.max_steps=20", "trainer.steps=20"),
                 4,
             ),
