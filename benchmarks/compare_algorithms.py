@@ -64,7 +64,7 @@ class Environment:
 
 
 @dataclass(frozen=True, slots=True)
-class Suite:
+class ComparisonSuite:
     """Environments and algorithms that are compared; the first algorithm is the baseline."""
 
     title: str
@@ -74,7 +74,7 @@ class Suite:
 
 
 SUITES = {
-    "algorithms": Suite(
+    "algorithms": ComparisonSuite(
         "Six algorithms with seedling, 95 % intervals",
         {
             "frozen_lake": Environment("FrozenLake", "", ("trainer.steps=20", "evaluation.every=10"), 2),
@@ -85,7 +85,7 @@ SUITES = {
         },
         ("grpo", "rloo", "reinforce_plus_plus", "ppo", "gspo", "gigpo"),
     ),
-    "repeated-states": Suite(
+    "repeated-states": ComparisonSuite(
         "GiGPO and GRPO where states repeat, 95 % intervals",
         {
             "lake_6x6": Environment(
@@ -352,7 +352,7 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def check_extra(parser: argparse.ArgumentParser, extra: Sequence[str], suite: Suite) -> None:
+def check_extra(parser: argparse.ArgumentParser, extra: Sequence[str], suite: ComparisonSuite) -> None:
     """Refuse settings that would make all runs the same, and settings of unknown environments."""
     for setting in extra:
         name, colon, rest = setting.partition(":")

@@ -98,7 +98,9 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class StalenessRun:
+    """One combination of lag, correction and seed."""
+
     max_lag: int
     correction: str
     seed: int
@@ -181,7 +183,7 @@ def data_settings(out: Path) -> list[str]:
     return [f"data.path={out / 'training.json'}", f"data.evaluation_path={out / 'held-out.json'}"]
 
 
-def train_one(job: Job, settings: Settings, folder: Path) -> Row:
+def train_one(job: StalenessRun, settings: Settings, folder: Path) -> Row:
     recorder = CurveRecorder(settings)
     wait = make_latency(settings.median, settings.p99, job.seed, lambda: recorder.is_training)
     is_lake = settings.task == "lake"
@@ -217,7 +219,7 @@ def train_one(job: Job, settings: Settings, folder: Path) -> Row:
 def run_job(text: str) -> None:
     """The process of one run: train, evaluate, write the result."""
     given = json.loads(text)
-    job, settings, folder = Job(**given["job"]), Settings(**given["settings"]), Path(given["folder"])
+    job, settings, folder = StalenessRun(**given["job"]), Settings(**given["settings"]), Path(given["folder"])
     row = train_one(job, settings, folder)
     write_json(folder / "result.json", {"settings": asdict(settings), "row": row})
 
@@ -248,7 +250,7 @@ def read_results(out: Path) -> dict[str, dict[str, Any]]:
     return {path.parent.name: json.loads(path.read_text()) for path in sorted(out.glob("lag-*/result.json"))}
 
 
-def start(job: Job, settings: Settings, folder: Path, cores: Sequence[int]) -> subprocess.Popen[bytes]:
+def start(job: StalenessRun, settings: Settings, folder: Path, cores: Sequence[int]) -> subprocess.Popen[bytes]:
     shutil.rmtree(folder / "run", ignore_errors=True)  # remains of an interrupted run
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"job": asdict(job), "settings": asdict(settings), "folder": str(folder)})
@@ -260,7 +262,9 @@ def start(job: Job, settings: Settings, folder: Path, cores: Sequence[int]) -> s
         )  # fmt: skip
 
 
-def run_all(jobs: Sequence[Job], settings: Settings, out: Path, num_parallel: int, deadline: float) -> list[str]:
+def run_all(
+    jobs: Sequence[StalenessRun], settings: Settings, out: Path, num_parallel: int, deadline: float
+) -> list[str]:
     """Run the jobs, each on cores of its own; returns the names of those without a result."""
     available, threads = sorted(os.sched_getaffinity(0)), settings.threads
     num_parallel = min(num_parallel, len(available) // threads)
@@ -297,11 +301,11 @@ def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-def make_jobs(seeds: Sequence[int], max_lags: Sequence[int], corrections: Sequence[str]) -> list[Job]:
+def make_jobs(seeds: Sequence[int], max_lags: Sequence[int], corrections: Sequence[str]) -> list[StalenessRun]:
     """Each combination once, by seed, so that runs at the same time have all lags: cores may not be independent. The
     slowest are first: without lag, a step waits for all episodes."""
     combinations = (
-        Job(lag, correction, seed) for seed in seeds for lag in sorted(max_lags) for correction in corrections
+        StalenessRun(lag, correction, seed) for seed in seeds for lag in sorted(max_lags) for correction in corrections
     )
     return list(dict.fromkeys(combinations))
 

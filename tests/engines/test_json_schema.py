@@ -174,9 +174,9 @@ def test_500_samples_of_smollm2_are_valid_and_have_the_masked_log_probabilities(
 def test_any_json_object_in_json_mode(seedling):
     engine, prompt = make(seedling)
     stop = seedling[1].stop
-    completions = generate(engine, [prompt] * 16, [Sampling(250, 0.7, i, stop, schema=ANY_OBJECT) for i in range(16)])
+    completions = generate(engine, [prompt] * 48, [Sampling(250, 0.7, i, stop, schema=ANY_OBJECT) for i in range(48)])
     whole = [c for c in completions if c.finish is FinishReason.STOP]
-    assert whole
+    assert len(whole) > 2
     assert all(isinstance(json.loads(seedling[1].read(c).content), dict) for c in whole)
 
 
