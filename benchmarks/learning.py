@@ -68,12 +68,19 @@ SUITES = {
     "large-lake": Suite(
         "FrozenLake 6x6 with seedling",
         "",
-        _seeds(*LAKE, "env.args.size=6", "algorithm.entropy_coef=0.01", "trainer.steps=150"),
+        _seeds(
+            "env.args.size=6",
+            "rollout.tasks_per_step=64",
+            "algorithm.entropy_coef=0.01",
+            "trainer.steps=400",
+            "evaluation.tasks=200",
+            "evaluation.every=50",
+        ),
     ),
     "slippery-lake": Suite(
         "Slippery FrozenLake, 20 steps, with seedling",
         "",
-        _seeds(*LAKE, "env.args.slippery=true", "env.args.max_steps=20", "trainer.steps=40"),
+        _seeds(*LAKE, "env.args.slippery=true", "env.args.max_steps=20", "trainer.steps=60"),
     ),
     "rooms": Suite("Rooms with seedling", "rooms", {"grpo": ()}),
     "statelm": Suite(
