@@ -18,34 +18,32 @@ under the current weights and r = p / (its probability when it was sampled), the
     tis         -min(r, 2) A d log p (truncated importance sampling); costs one more forward pass
     decoupled   -r A d log p, and 0 where r > 5 (decoupled PPO)
 
-A finished run has a `result.json` in `OUT/NAME` and is not repeated; an interrupted one starts again. `--time-limit`
-ends what is unfinished. `OUT/results.json` has all finished runs of the folder, from which `--from` makes the tables
-and the figure again.
+A finished run has a `result.json` in `OUT/NAME` and is not repeated; an interrupted one starts again. After
+`--time-limit` no further run starts. `OUT/results.json` has all finished runs of the folder, from which `--from` makes
+the tables and the figure again.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import io
 import json
 import math
 import os
 import platform
-import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from learning import Job, locked, run_jobs
 from pipeline import RECIPE, make_latency, make_slow_calculator
 from staleness_report import Row, draw_curves, make_report, print_tables
 
@@ -73,9 +71,6 @@ MEAN_METRICS = (
     "policy/logprob_diff", "policy/entropy", "importance_weight/mean", "importance_weight/clipped",
 )  # fmt: skip
 MAX_METRICS = ("batch/lag_max", "policy/logprob_diff_max")
-POLL_SECONDS = 0.2
-STOP_SECONDS = 10.0
-"""Seconds between SIGTERM and SIGKILL of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,72 +228,36 @@ def write_json(path: Path, value: Any) -> None:
     part.replace(path)
 
 
-@contextlib.contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Exclude a second benchmark in the same folder, also while processes of a killed one are running: they inherit the
-    lock."""
-    with (out / "lock").open("w") as file:
-        os.set_inheritable(file.fileno(), True)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            sys.exit(f"{out}: another process runs the benchmark in this folder")
-        yield
-
-
 def read_results(out: Path) -> dict[str, dict[str, Any]]:
     return {path.parent.name: json.loads(path.read_text()) for path in sorted(out.glob("lag-*/result.json"))}
 
 
-def start(job: StalenessRun, settings: Settings, folder: Path, cores: Sequence[int]) -> subprocess.Popen[bytes]:
-    shutil.rmtree(folder / "run", ignore_errors=True)  # remains of an interrupted run
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"job": asdict(job), "settings": asdict(settings), "folder": str(folder)})
-    env = os.environ | {"OMP_NUM_THREADS": str(len(cores)), "HF_HUB_OFFLINE": "1"}
-    with (folder / "log.txt").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, __file__, "--run", text], stdout=log, stderr=log, env=env, close_fds=False,
-            preexec_fn=lambda: os.sched_setaffinity(0, cores),
-        )  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class StalenessJob(Job):
+    """The process of one run; `result.json` in its folder is written at the end."""
+
+    run: StalenessRun = StalenessRun(0, "none", 0)
+
+    def command(self, threads: int) -> list[str]:
+        given = {"job": asdict(self.run), "settings": json.loads(self.inputs[0]), "folder": str(self.folder)}
+        return [sys.executable, __file__, "--run", json.dumps(given)]
+
+    def summary(self) -> dict[str, Any] | None:
+        path = self.folder / "result.json"
+        return json.loads(path.read_text()) if path.exists() else None
 
 
-def run_all(
-    jobs: Sequence[StalenessRun], settings: Settings, out: Path, num_parallel: int, deadline: float
-) -> list[str]:
-    """Run the jobs, each on cores of its own; returns the names of those without a result."""
-    available, threads = sorted(os.sched_getaffinity(0)), settings.threads
-    num_parallel = min(num_parallel, len(available) // threads)
-    free_cores = [available[n * threads : (n + 1) * threads] for n in range(num_parallel)]
-    waiting, running = list(jobs), dict[str, tuple[subprocess.Popen[bytes], list[int]]]()
-    failed: list[str] = []
-    try:
-        while (waiting or running) and time.monotonic() < deadline:
-            while waiting and free_cores:
-                job, cores = waiting.pop(0), free_cores.pop(0)
-                running[job.name] = start(job, settings, out / job.name, cores), cores
-            time.sleep(POLL_SECONDS)
-            for name, (process, cores) in list(running.items()):
-                if process.poll() is not None:
-                    del running[name]
-                    free_cores.append(cores)
-                    state = "finished" if process.returncode == 0 else f"failed, see {out / name / 'log.txt'}"
-                    failed += [name] if process.returncode else []
-                    print(f"{name}: {state}; {len(waiting) + len(running)} left", file=sys.stderr, flush=True)
-    finally:
-        stop([process for process, _ in running.values()])
-    return [*failed, *running, *(job.name for job in waiting)]
+def run_all(runs: Sequence[StalenessRun], settings: Settings, out: Path, args: argparse.Namespace) -> list[str]:
+    """Run each on cores of its own; returns the names of those without a result."""
+    jobs = [StalenessJob(out / run.name, "", (), (json.dumps(asdict(settings)),), run) for run in runs]
 
+    def report(job: Job, row: dict[str, Any]) -> None:
+        state = "not started" if "skipped" in row else f"failed: {row['error']}" if "error" in row else "finished"
+        print(f"{job.folder.name}: {state}", file=sys.stderr, flush=True)
 
-def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        process.terminate()
-    ends = time.monotonic() + STOP_SECONDS
-    for process in processes:
-        try:
-            process.wait(max(ends - time.monotonic(), 0.0))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    num_parallel = min(args.parallel, len(os.sched_getaffinity(0)) // settings.threads)
+    rows = run_jobs(jobs, num_parallel, settings.threads, args.time_limit, report)
+    return [job.folder.name for job, row in zip(jobs, rows, strict=True) if "summary" not in row]
 
 
 def make_jobs(seeds: Sequence[int], max_lags: Sequence[int], corrections: Sequence[str]) -> list[StalenessRun]:
@@ -318,7 +277,6 @@ def write_problems(settings: Settings, out: Path) -> None:
 
 def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
     """Run what has no result yet and write `OUT/results.json`; returns the names of runs without a result."""
-    deadline = time.monotonic() + (args.time_limit or math.inf)
     names = ("task", "steps", "groups", "size", "every", "tasks", "final_tasks", "attempts", "median", "p99", "level")
     settings = Settings(**{name: getattr(args, name) for name in names}, threads=args.threads, extra=args.set)
     out = args.out.resolve()
@@ -330,7 +288,7 @@ def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[s
         if settings.task == "calculator":
             write_problems(settings, out)
         jobs = [job for job in make_jobs(args.seeds, args.max_lags, args.corrections) if job.name not in results]
-        left = run_all(jobs, settings, out, args.parallel, deadline)
+        left = run_all(jobs, settings, out, args)
         versions = {
             "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
             "machine": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0)),
@@ -362,7 +320,7 @@ def parse_arguments() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     parser.add_argument("--level", type=int, choices=[1, 2, 3], default=1, help="Difficulty of calculator problems.")
     parser.add_argument("--parallel", type=int, default=len(os.sched_getaffinity(0)), help="Concurrent runs at most.")
     parser.add_argument("--threads", type=int, default=1, help="CPU cores per run.")
-    parser.add_argument("--time-limit", type=float, help="Seconds after which unfinished runs are ended.")
+    parser.add_argument("--time-limit", type=float, help="Seconds after which no further run starts.")
     parser.add_argument("--set", nargs="*", default=[], metavar="a.b=c", help="Settings of all runs.")
     parser.add_argument("--target", type=float, default=0.8, help="Success rate for the tokens and seconds to reach.")
     parser.add_argument("--figure", type=Path, help="Image file for the curves.")
@@ -397,7 +355,7 @@ def main() -> int:
     except (OSError, ValueError) as error:
         parser.error(f"--from: {error}")
     if not (isinstance(found, dict) and found.get("rows")):
-        parser.error("no run is finished; the log of a run is OUT/NAME/log.txt")
+        parser.error("no run is finished; the console output of a run is OUT/NAME.log")
     report = make_report(found["rows"], args.target)
     if args.json:
         print(json.dumps({"benchmark": "staleness", "unfinished": left, **report}))
