@@ -119,6 +119,16 @@ def test_game_files_have_the_split_of_their_subfolder_or_of_their_path(tmp_path,
     assert one._file(5, "train") == one._file(6, "held_out") == tmp_path / "split" / "train" / "1.z8"
 
 
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_a_subfolder_of_one_split_alone_is_refused_because_its_games_would_be_in_both(tmp_path, monkeypatch, split):
+    monkeypatch.setitem(sys.modules, "textworld", ModuleType("textworld"))
+    (tmp_path / split).mkdir()
+    (tmp_path / split / "1.z8").touch()
+    with pytest.raises(ConfigError, match=r"the subfolder '(train|held_out)' has no game file; make some") as refused:
+        ENVS.build("textworld", {"games": str(tmp_path)}, "env.args")
+    assert repr({"train": "held_out", "held_out": "train"}[split]) in str(refused.value)
+
+
 class NoQuest(Exception):
     """As `textworld.generator.chaining.QuestGenerationError`."""
 

@@ -251,6 +251,13 @@ def _game_files(path: Path) -> dict[str, tuple[Path, ...]]:
     for file, name in sorted(files.items()):
         first = name.partition("/")[0]
         splits[first if first in SPLITS else split_of(name)].append(file)
+    empty = [split for split in SPLITS if not splits[split]]
+    is_named = any(name.partition("/")[0] in SPLITS for name in files.values())
+    require(
+        not (empty and is_named),
+        f"games={str(path)!r}: the subfolder {' and '.join(empty)!r} has no game file; make some, or give a folder "
+        f"without the subfolders {' and '.join(SPLITS)}",
+    )
     return {split: tuple(found) for split, found in splits.items()}
 
 
