@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -21,6 +22,8 @@ from arborl.models.lora import add_lora
 from arborl.models.model_files import resolve
 from arborl.models.model_loading import load_model
 
+VLLM_PYTHON = Path(__file__).parents[1] / ".venv-vllm/bin/python"
+"""The interpreter that `make test-vllm` sets up."""
 QWEN2 = {"vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
 SHAPES = {
     "0.5b": QWEN2 | {

@@ -1,8 +1,9 @@
-"""Throughput of the local engine and of transformers' `generate` on the same requests, measured in one run.
+"""Throughput of the local engine, and of transformers' `generate` or vLLM on the same requests, measured in one run.
 
     python benchmarks/engine.py --device cpu --case multi-turn --json
     python benchmarks/engine.py --device cuda --case single --model smollm2 --json
     python benchmarks/engine.py --device cuda --case single --model 7b --lora 16 --without-baseline --json
+    python benchmarks/engine.py --device cpu --model smollm2 --beside vllm --json     # after make test-vllm
 
 Cases: `single` (one prompt and one completion per conversation; several batch sizes), `multi-turn` (every turn appends
 an observation to the conversation), `ragged` (the same, but the length of each reply and observation is drawn
@@ -12,6 +13,10 @@ where lengths differ, `generate` pads on the left and decodes until the longest 
 only requested tokens; the best of `--repeats` runs is reported. Trained weights (`smollm2`, `seedling`, a folder) get
 English text in their chat template; random weights get random token ids and have outliers like trained ones
 (`benchmark_models.add_outliers`).
+
+`--beside vllm` measures vLLM instead of `generate`, in a process of the interpreter `--vllm-python`, with prefix
+caching and log-probabilities of the sampled tokens, which training needs. `--vllm-args` are further arguments of its
+`AsyncEngineArgs`. All conversations are concurrent in both systems, so here no request waits for the longest one.
 
 `--constrained N` also measures the same requests beside N requests that a JSON schema constrains at all times:
 `constrained_tok_s` counts the unconstrained tokens only, and `constrained_ratio` compares it with the throughput
@@ -29,19 +34,23 @@ import asyncio
 import copy
 import dataclasses
 import json
+import os
 import platform
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import count, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from benchmark_models import SHAPES, add_random_adapters, freeze_garbage_collector, load, weights_kind
+from benchmark_models import SHAPES, VLLM_PYTHON, add_random_adapters, freeze_garbage_collector, load, weights_kind
 from texts import Texts, make_texts
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -52,6 +61,8 @@ from arborl.models.model_files import resolve
 from arborl.models.model_loading import tune_cpu
 from arborl.types import Sampling
 
+VllmWork = dict[str, Any]
+"""`args` of vLLM's engine, and `runs`: prompts, numbers of sampled tokens, and texts between replies."""
 SCHEMA = '{"type":"object","required":["notes"],"properties":{"notes":{"type":"array","items":{"type":"string"}}}}'
 
 
@@ -217,6 +228,57 @@ def floor_seconds(model: PreTrainedModel, case: Case) -> float:
     return steps * (weights + case.conversations * mean_context * token_bytes(model)) / bandwidth(model.device.type)
 
 
+# ------------------------------------------------------------------------------------------------ vLLM
+
+
+def vllm_work(model: PreTrainedModel, texts: Texts, case: Case, args: argparse.Namespace, folder: Path) -> VllmWork:
+    """The requests of all runs, the first to warm up; those of `run_engine`."""
+    runs = []
+    for seed in range(args.repeats + 1):
+        prompts = first_prompts(case, texts, np.random.default_rng(seed))
+        sampled, observed = case.lengths(seed)
+        rngs = [np.random.default_rng((seed, number)) for number in range(case.conversations)]
+        texts_between = [
+            [texts.observation(int(length), rng) for length in lengths]
+            for lengths, rng in zip(observed, rngs, strict=True)
+        ]
+        runs.append({"prompts": prompts, "sampled": sampled.tolist(), "observed": texts_between})
+    engine_args = {
+        "model": str(folder), "skip_tokenizer_init": True, "dtype": str(model.dtype).removeprefix("torch."),
+        "max_model_len": case.length + 1, "max_num_seqs": case.conversations, "enable_prefix_caching": True,
+        "kv_cache_memory_bytes": 2 * case.conversations * (case.length + 64) * token_bytes(model),
+        "generation_config": "vllm", "disable_log_stats": True,
+    }  # fmt: skip
+    return {"args": engine_args | json.loads(args.vllm_args), "runs": runs}
+
+
+def vllm_speed(model: PreTrainedModel, texts: Texts, case: Case, args: argparse.Namespace) -> tuple[str, float]:
+    """Version and tokens per second of vLLM."""
+    with tempfile.TemporaryDirectory() as scratch:
+        if args.model in SHAPES:
+            model.save_pretrained(scratch)
+        folder = Path(scratch) if args.model in SHAPES else resolve(args.model)
+        work, (reader, writer) = vllm_work(model, texts, case, args, folder), os.pipe()
+        with os.fdopen(reader) as result:
+            command = [args.vllm_python, str(Path(__file__).with_name("engine_vllm.py")), str(writer)]
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[writer], text=True
+            )
+            os.close(writer)
+            assert process.stdin is not None
+            with process.stdin:
+                json.dump(work, process.stdin)
+            found = result.read()
+        if process.wait() or not found:
+            sys.exit(f"vLLM failed with exit code {process.returncode}; its messages are above")
+    measured = json.loads(found)
+    speeds = [case.tokens(seed) / seconds for seed, seconds in enumerate(measured["seconds"]) if seed]
+    return f"vllm {measured['vllm']}", max(speeds)
+
+
+# ------------------------------------------------------------------------------------------------ one case
+
+
 def best_speed(run: Callable[[int], Any], case: Case, repeats: int, cuda: bool) -> float:
     """Tokens per second of the fastest of `repeats` runs, after one warm-up run."""
     run(0)
@@ -261,7 +323,11 @@ def generate_speed(model: PreTrainedModel, texts: Texts, case: Case, repeats: in
 def measure(model: PreTrainedModel, adapted: PreTrainedModel | None, case: Case, args: argparse.Namespace) -> dict:
     """Measure one case; returns the result row."""
     texts = make_texts(args.model, model.config.vocab_size)
-    baseline = None if args.without_baseline else generate_speed(model, texts, case, args.repeats)
+    baseline, baseline_name = None, "generate"
+    if args.beside == "vllm":
+        baseline_name, baseline = vllm_speed(model, texts, case, args)
+    elif not args.without_baseline:
+        baseline = generate_speed(model, texts, case, args.repeats)
     speed, turns = engine_speed(model, texts, case, args.repeats)
     seconds = case.conversations * case.turns * case.sampled / speed
     cuda = args.device == "cuda"
@@ -269,7 +335,8 @@ def measure(model: PreTrainedModel, adapted: PreTrainedModel | None, case: Case,
         "case": case.name, "model": args.model, "weights": weights_kind(args.model, args.outliers),
         "dtype": str(model.dtype).removeprefix("torch."), "conversations": case.conversations, "turns": case.turns,
         "prompt": case.prompt, "sampled": case.sampled, "observed": case.observed, "ours_tok_s": round(speed, 1),
-        "baseline_tok_s": baseline and round(baseline, 1), "ratio": baseline and round(speed / baseline, 2),
+        "baseline": baseline and baseline_name, "baseline_tok_s": baseline and round(baseline, 1),
+        "ratio": baseline and round(speed / baseline, 2),
         "floor_share": round(floor_seconds(model, case) / seconds, 3),
         "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU",
         "threads": torch.get_num_threads(), "torch": torch.__version__, "transformers": transformers.__version__,
@@ -292,7 +359,7 @@ def measure(model: PreTrainedModel, adapted: PreTrainedModel | None, case: Case,
 
 def format_row(row: dict[str, Any]) -> str:
     work = "{case}: {conversations} x {turns} of {prompt} + {sampled} tokens, {model}".format_map(row)
-    baseline = "" if row["ratio"] is None else ", generate {baseline_tok_s:,.0f}, {ratio:.2f}x".format_map(row)
+    baseline = "" if row["ratio"] is None else ", {baseline} {baseline_tok_s:,.0f}, {ratio:.2f}x".format_map(row)
     lora = ", with adapters {lora_tok_s:,.0f}, {lora_ratio:.2f} of it".format_map(row) if "lora" in row else ""
     share = f"{row['floor_share']:.0%} of the bound by memory bandwidth"
     return f"{work}\n  arborl {row['ours_tok_s']:,.0f} tok/s{baseline}{lora}; {share}"
@@ -321,6 +388,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--continuous", action="store_true", help="also measure continuous batching of transformers")
     parser.add_argument("--without-baseline", action="store_true", help="do not measure generate")
+    parser.add_argument("--beside", choices=["generate", "vllm"], default="generate", help="what to compare with")
+    parser.add_argument("--vllm-python", default=str(VLLM_PYTHON), help="interpreter that has vLLM")
+    parser.add_argument("--vllm-args", default="{}", metavar="JSON", help="further arguments of vLLM's AsyncEngineArgs")
     parser.add_argument("--json", action="store_true", help="print only one JSON line per case")
     args = parser.parse_args()
     args.model = args.model or ("seedling" if args.device == "cpu" else "0.5b")

@@ -1,7 +1,8 @@
-"""One complete GRPO step of Arbor and of TRL's `GRPOTrainer` on the same work, measured in one run.
+"""One complete GRPO step of Arbor, and of TRL's `GRPOTrainer` or of Arbor with vLLM, on the same work in one run.
 
     python benchmarks/step.py --device cpu --case single --json
     python benchmarks/step.py --device cuda --case W1 --model smollm2 --json
+    python benchmarks/step.py --device cpu --model smollm2 --beside vllm --json     # after make test-vllm
 
 A step is rollout, rewards and update. Cases on a CPU, with a Llama of 5 million parameters: `single` (4 prompts x 8
 episodes, 64 tokens each) and `multi-turn` (4 FrozenLake maps x 8 episodes, four turns of 15 tokens). Cases on a GPU,
@@ -15,6 +16,9 @@ are a function of the token ids, and there is no reference model. TRL runs witho
 checkpointing, generates once per optimizer step, and is measured with several micro-batch sizes, of which the best is
 reported. In `multi-turn` it uses its own tool-call loop with the environment as the tool; every reply is a tool call.
 In bfloat16 TRL's optimizer updates the weights directly, Arbor's updates float32 copies.
+
+`--beside vllm` compares Arbor's learner with its own engine and with vLLM, in a process of `--vllm-python`. A step of
+the latter includes sending the weights.
 
 Each system runs in its own process; process settings of Arbor are not applied to TRL. Both have one warm-up step; the
 best of `--repeats` is reported. `first_step_s` is the time of the warm-up step, including compilation and recording of
@@ -41,7 +45,7 @@ import datasets
 import torch
 import transformers as hf
 import trl
-from benchmark_models import SHAPES
+from benchmark_models import SHAPES, VLLM_PYTHON
 from step_ours import measure_ours
 from step_trl import measure_trl
 from step_work import CASES, Case, ModelSpec, Timing
@@ -51,11 +55,11 @@ LIBRARY_DEFAULTS = {"MIMALLOC_PURGE_DELAY": "10", "GOMP_SPINCOUNT": "300000"}
 
 
 def measure(
-    side: str, case: Case, model_spec: ModelSpec, repeats: int, micro_batch: int
+    side: str, case: Case, model_spec: ModelSpec, repeats: int, micro_batch: int, vllm_python: str
 ) -> tuple[Timing, dict[str, Any]]:
     if side == "trl":
         return measure_trl(case, model_spec, repeats)
-    return measure_ours(case, model_spec, repeats, micro_batch)
+    return measure_ours(case, model_spec, repeats, micro_batch, vllm_python if side == "vllm" else "")
 
 
 def measure_in_process(side: str, case: Case) -> tuple[Timing, dict[str, Any]]:
@@ -67,14 +71,16 @@ def measure_in_process(side: str, case: Case) -> tuple[Timing, dict[str, Any]]:
     return Timing(**timing), extra
 
 
-def compare(case: Case, model_spec: ModelSpec, micro_batch_tokens: int) -> dict[str, Any]:
-    baseline, tried = measure_in_process("trl", case)
-    print(f"{case.name}: TRL {baseline.seconds:.3f} s per step, {tried}; next: Arbor", file=sys.stderr, flush=True)
+def compare(case: Case, model_spec: ModelSpec, micro_batch_tokens: int, beside: str) -> dict[str, Any]:
+    baseline, tried = measure_in_process(beside, case)
+    print(f"{case.name}: {beside} {baseline.seconds:.3f} s per step, {tried}; next: Arbor", file=sys.stderr, flush=True)
+    if beside == "vllm":  # the same learner: its share and memory are reported once
+        tried = {"baseline_first_step_s": tried["first_step_s"]}
     arborl_timing, share = measure_in_process("ours", case)
     bf16 = case.device == "cuda"
     name_5m = "seedling grown to 5M" if case.turns > 1 else "random 5M Llama"
     return {
-        "case": case.name, "model": name_5m if model_spec.name == "5m" else model_spec.name,
+        "case": case.name, "baseline": beside, "model": name_5m if model_spec.name == "5m" else model_spec.name,
         "weights": model_spec.weights(case), "lora": model_spec.lora, "prompts": case.prompts,
         "group": case.group, "turns": case.turns, "prompt": case.prompt, "sampled_a_turn": case.sampled,
         "ours_s": round(arborl_timing.seconds, 4), "baseline_s": round(baseline.seconds, 4),
@@ -83,7 +89,8 @@ def compare(case: Case, model_spec: ModelSpec, micro_batch_tokens: int) -> dict[
         "ours_sampled": arborl_timing.sampled, "baseline_sampled": baseline.sampled,
         "ours_read": arborl_timing.read, "baseline_read": baseline.read, **share, **tried,
         "ours_weights": f"bfloat16, float32 {'adapters' if model_spec.lora else 'masters'}" if bf16 else "float32",
-        "baseline_weights": "bfloat16" if bf16 else "float32", "micro_batch_tokens": micro_batch_tokens,
+        "baseline_weights": "as ours" if beside == "vllm" else "bfloat16" if bf16 else "float32",
+        "micro_batch_tokens": micro_batch_tokens,
         "device": torch.cuda.get_device_name() if bf16 and model_spec.name != "tiny" else f"{platform.machine()} CPU",
         "threads": torch.get_num_threads(), "torch": torch.__version__, "transformers": hf.__version__,
         "trl": trl.__version__, "python": platform.python_version(),
@@ -92,7 +99,7 @@ def compare(case: Case, model_spec: ModelSpec, micro_batch_tokens: int) -> dict[
 
 def format_row(row: dict[str, Any]) -> str:
     work = "{case}: {prompts} x {group} x {turns} of {prompt} + {sampled_a_turn} tokens, {model}".format_map(row)
-    speed = "Arbor {ours_s:.3f} s per step, TRL {baseline_s:.3f} s, {ratio:.2f}x".format_map(row)
+    speed = "Arbor {ours_s:.3f} s per step, {baseline} {baseline_s:.3f} s, {ratio:.2f}x".format_map(row)
     tokens = "sampled {ours_sampled} and {baseline_sampled}, read {ours_read} and {baseline_read}".format_map(row)
     return f"{work}\n  {speed}; {tokens}"
 
@@ -116,8 +123,10 @@ def main() -> int:
     parser.add_argument(
         "--tried", type=int, nargs="*", help="sequences per micro-batch to try with TRL; default: set by the case"
     )
+    parser.add_argument("--beside", choices=["trl", "vllm"], default="trl", help="what to compare with")
+    parser.add_argument("--vllm-python", default=str(VLLM_PYTHON), help="interpreter that has vLLM")
     parser.add_argument("--json", action="store_true", help="print only one JSON line per case")
-    parser.add_argument("--side", choices=["ours", "trl"], help=argparse.SUPPRESS)  # measures one system
+    parser.add_argument("--side", choices=["ours", "trl", "vllm"], help=argparse.SUPPRESS)  # measures one system
     args = parser.parse_args()
     cases = [case for case in CASES if case.device == args.device and args.case in (None, case.name)]
     if not cases:
@@ -139,10 +148,10 @@ def main() -> int:
         case = dataclasses.replace(case, **{name: size for name, size in sizes.items() if size})
         repeats, tokens = args.repeats or (2 if cuda else 3), args.micro_batch_tokens or (16384 if cuda else 4096)
         if args.side:
-            timing, extra = measure(args.side, case, model_spec, repeats, tokens)
+            timing, extra = measure(args.side, case, model_spec, repeats, tokens, args.vllm_python)
             print(json.dumps([dataclasses.asdict(timing), extra]))
             continue
-        row = compare(case, model_spec, tokens)
+        row = compare(case, model_spec, tokens, args.beside)
         print(json.dumps(row) if args.json else format_row(row))
         sys.stdout.flush()
     return 0

@@ -30,6 +30,7 @@ from arborl.algorithms import make_algorithm
 from arborl.chat import Renderer
 from arborl.config.run_config import AlgorithmConfig, LearnerConfig
 from arborl.engines.local import LocalEngine
+from arborl.engines.remote.vllm_engine import VllmEngine
 from arborl.envs.env import Env
 from arborl.learner.core.learner import Learner
 from arborl.models.attention import ATTENTION_NAME
@@ -54,15 +55,21 @@ async def play_lake(task: Task, env: Env, model: Model) -> None:
 class ArborSteps:
     """Engine and learner of one model, connected as in a training run."""
 
-    def __init__(self, case: Case, model_spec: ModelSpec, model: hf.PreTrainedModel, micro_batch_tokens: int):
+    def __init__(
+        self, case: Case, model_spec: ModelSpec, model: hf.PreTrainedModel, micro_batch_tokens: int, vllm_python: str
+    ):
         model.set_attn_implementation(ATTENTION_NAME)
         self.case, self.model = case, model.eval()
         context = case.context or case.prompt + case.sampled
-        self.engine = LocalEngine(model, context, max(case.episodes, 256))
+        self.engine: LocalEngine | VllmEngine
         self.algorithm = make_algorithm(AlgorithmConfig(name="grpo", std="group"))
         self.sampling = Sampling(case.sampled, stop=(model.config.vocab_size,))
         config = LearnerConfig(lr=LEARNING_RATE, decay="none", micro_batch_tokens=micro_batch_tokens)
-        self.engine.warm_up(self.sampling)
+        if vllm_python:
+            self.engine = VllmEngine(model, context, case.episodes, case.episodes * (context + 64), python=vllm_python)
+        else:
+            self.engine = LocalEngine(model, context, max(case.episodes, 256))
+            self.engine.warm_up(self.sampling)
         self.learner = Learner(model, config, self.sampling, self.algorithm.needs)
         self.share = 1.0
         """Tokens of the token trees divided by the tokens of separate rows."""
@@ -92,7 +99,9 @@ class ArborSteps:
             raise RuntimeError("some episodes were not used in the update; the work is not the same")
         self.share = sum(map(len, forest.trees)) / forest.raw_tokens
         engine_metrics = self.engine.metrics()
-        return Timing(seconds, rollout, int(engine_metrics["engine/sampled"]), int(engine_metrics["engine/read"]))
+        return Timing(
+            seconds, rollout, int(engine_metrics["engine/sampled"]), int(engine_metrics.get("engine/read", 0))
+        )
 
     async def _collect_single_turn(self, step: int) -> list[Group]:
         async def episode(task: Task, prompt: list[int], number: int) -> Episode:
@@ -117,15 +126,17 @@ class ArborSteps:
 
 
 def measure_ours(
-    case: Case, model_spec: ModelSpec, repeats: int, micro_batch_tokens: int
+    case: Case, model_spec: ModelSpec, repeats: int, micro_batch_tokens: int, vllm_python: str = ""
 ) -> tuple[Timing, dict[str, Any]]:
+    """Arbor with its own engine, or with vLLM in a process of the interpreter `vllm_python`."""
     tune_cpu()
     model = model_spec.load_with_adapters(case)
     began = time.perf_counter()
-    steps = ArborSteps(case, model_spec, model, micro_batch_tokens)
+    steps = ArborSteps(case, model_spec, model, micro_batch_tokens, vllm_python)
     setup_seconds = time.perf_counter() - began
     with asyncio.Runner() as runner:
         timings = [runner.run(steps.step(number)) for number in range(repeats + 1)]
+        runner.run(steps.engine.close())
     return fastest(timings), {
         "learned_share": round(steps.share, 3),
         "first_step_s": round(setup_seconds + timings[0].seconds, 2),
