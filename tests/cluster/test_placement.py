@@ -257,7 +257,7 @@ def test_a_reward_worker_that_is_killed_costs_time_and_no_episode(two_nodes, tmp
     assert row["rewards/lost"] == 1
     assert row["rewards/seconds_lost"] > 0
     log = (done.folder / "run.log").read_text()
-    assert "a reward worker is left alone until it answers again" in log
+    assert "a reward worker is lost and will be retried" in log
     assert "reward worker 0 answers again after" in log
     assert "1 × reward worker, " in log
 

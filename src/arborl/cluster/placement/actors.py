@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from arborl.cluster.placement.batched_calls import BatchedActor
 from arborl.errors import EngineError
 
 log = logging.getLogger(__name__)
@@ -71,9 +72,11 @@ class ActorInfo:
     """Id of its node."""
 
 
-class ClusterActor:
+class ClusterActor(BatchedActor):
     def __init__(self, paths: Sequence[str], allow_unsafe: bool):
         from arborl import sandbox
+
+        super().__init__()
 
         sys.path.extend(path for path in paths if path not in sys.path)
         sandbox.allow_unsafe(allow_unsafe)

@@ -12,6 +12,7 @@ import logging
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -26,6 +27,7 @@ from transformers import PreTrainedModel
 
 from arborl.chat.tokenizer import Tokenizer
 from arborl.cluster.placement.actors import ActorInfo, ClusterActor, VersionMismatch, check_versions
+from arborl.cluster.placement.batched_calls import ActorCalls
 from arborl.cluster.placement.ray_cluster import Actor, GpuSlot, RayCluster
 from arborl.engines.engine import Engine, TokenListener, Weights
 from arborl.engines.engine_requests import check_sampling, read_prompt
@@ -156,6 +158,8 @@ class EngineReplica(Replica):
     sharing: int = 1
     """Engines on its GPU."""
     actor: Actor | None = None
+    calls: ActorCalls | None = None
+    """Batched calls of the actor."""
     info: ActorInfo | None = None
     starting: Any = None
     """Pending call of `info`."""
@@ -222,8 +226,8 @@ class RayEngine(Engine):
         check_sampling(sampling, edits=True)  # schemas are compiled by the actors
 
     async def _ask(self, replica: EngineReplica, prompt: Any, sampling: Sampling, session: str) -> Completion:
-        assert replica.actor is not None
-        call = replica.actor.generate.remote(np.asarray(prompt), sampling, session)
+        assert replica.calls is not None
+        call = replica.calls.call("generate", np.asarray(prompt), sampling, session)
         completion, error, counts = await self._answer(replica, call)
         for name in SUMS:
             self.counts[name] += counts.get(f"engine/{name}", 0.0)
@@ -232,18 +236,13 @@ class RayEngine(Engine):
             raise EngineError(f"{replica.name}: {error}")
         return completion  # type: ignore[no-any-return]
 
-    async def _answer(self, replica: EngineReplica, call: Any, seconds: float | None = None, keep: bool = False) -> Any:
-        """Result of a call; Unreachable if the process is gone or does not answer in time. Cancellation cancels the
-        call on the actor too, unless `keep`."""
+    async def _answer(self, replica: EngineReplica, call: Future[Any], seconds: float | None = None) -> Any:
+        """Result of a call; ReplicaUnavailable if the process is gone or does not answer in time."""
         errors = self.cluster.ray.exceptions
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(call.future()), seconds)
-        except asyncio.CancelledError:
-            if not keep:
-                self._cancel(call)
-            raise
+            return await asyncio.wait_for(asyncio.wrap_future(call), seconds)
         except TimeoutError:
-            why = f"{replica.where} has not answered for {seconds:g} s"
+            why = f"{replica.where} has not answered{'' if seconds is None else f' for {seconds:g} s'}"
         except errors.RayTaskError as error:  # an exception on the actor
             cause = error.cause if isinstance(error.cause, Exception) else error
             why = f"{replica.where}: {type(cause).__name__}: {_line(cause)}"
@@ -251,14 +250,10 @@ class RayEngine(Engine):
             why = f"{replica.where} is gone: {_death_cause(error)}"
         except errors.RayError as error:
             why = f"{replica.where} cannot be reached: {type(error).__name__}"
+        except Exception as error:  # of a batched call
+            why = f"{replica.where}: {type(error).__name__}: {_line(error)}"
         replica.gone = True
         raise ReplicaUnavailable(why)
-
-    def _cancel(self, call: Any) -> None:
-        try:
-            self.cluster.ray.cancel(call, recursive=False)
-        except Exception:  # it has ended, or the process is gone
-            log.debug("a request could not be cancelled", exc_info=True)
 
     async def load(self, weights: Weights, version: int) -> None:
         """Send weights to every engine and verify them; an engine that fails gets them when it is back."""
@@ -295,7 +290,7 @@ class RayEngine(Engine):
         version = self.routes.target_version
         parts = [part for part in (self.base if replica.fresh else None, self.newest) if part is not None]
         seconds = self.cluster.placement.seconds
-        await self._answer(replica, replica.actor.load.remote(version, *parts), seconds)
+        await self._answer(replica, replica.actor.load.remote(version, *parts).future(), seconds)
         replica.fresh, replica.version = False, version
         answer = await self._ask(replica, np.asarray(PROBE_PROMPT), self.probe.question, "probe")
         self.counts["sampled"] -= len(answer.tokens)
@@ -360,9 +355,10 @@ class RayEngine(Engine):
                 gpu=replica.gpu,
                 sharing=replica.sharing,
             )
+            replica.calls = ActorCalls(replica.actor)
             replica.starting = replica.actor.info.remote()
         if replica.info is None:
-            replica.info = await self._answer(replica, replica.starting, self.cluster.placement.seconds, keep=True)
+            replica.info = await self._answer(replica, replica.starting.future(), self.cluster.placement.seconds)
             check_versions(self.cluster.versions, replica.info.versions, replica.where)
             log.info("%s is ready", replica.where)
 

@@ -14,6 +14,7 @@ from itertools import count
 from typing import Any
 
 from arborl.cluster.placement.actors import ActorInfo, ClusterActor, check_versions
+from arborl.cluster.placement.batched_calls import ActorCalls
 from arborl.cluster.placement.ray_cluster import RayCluster
 from arborl.errors import ConfigError, EngineError
 from arborl.rollout.env_processes import POLL_SECONDS, EnvProcess, EnvServer, ProcessPool
@@ -53,6 +54,7 @@ class RayHolder(EnvProcess):
         self.noticed = threading.Event()
         """Wakes the watching thread; Ray's callback threads must not block."""
         self.actor = cluster.start(EnvironmentActor, cpus=cpus)
+        self.calls = ActorCalls(self.actor)
         self.actor.info.remote().future().add_done_callback(self._begin)
         threading.Thread(target=self._watch, name="arborl-cluster", daemon=True).start()
 
@@ -73,11 +75,7 @@ class RayHolder(EnvProcess):
             one.outcome.set_result(None)
 
     def _send(self, packed: bytes) -> None:
-        try:
-            call = self.actor.ask.remote(packed)
-        except Exception as error:  # the cluster is gone
-            raise OSError(str(error)) from error
-        call.future().add_done_callback(self._on_answer)
+        self.calls.call("ask", packed).add_done_callback(self._on_answer)
 
     def _on_answer(self, outcome: Future[Any]) -> None:
         if (error := outcome.exception()) is not None:

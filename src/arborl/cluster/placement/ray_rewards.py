@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from arborl.cluster.placement.actors import ClusterActor, check_versions
+from arborl.cluster.placement.batched_calls import sendable
 from arborl.cluster.placement.ray_cluster import Actor, RayCluster
 from arborl.engines.remote.replicas import Replica, ReplicaPool, ReplicaUnavailable, run_blocking
 from arborl.errors import ConfigError, EpisodeError, boundary
@@ -38,22 +39,11 @@ class RewardActor(ClusterActor):
                 return await call(reward, episode), None, episode.metrics
         except EpisodeError as error:  # the caller attributes it to the same reward again
             cause = error.cause
-            return None, _sendable(cause if isinstance(cause, Exception) else error), episode.metrics
+            return None, sendable(cause if isinstance(cause, Exception) else error), episode.metrics
 
     async def left_behind(self) -> int:
         """Calls that still run in threads after their timeout."""
         return abandoned_calls.running().total()
-
-
-def _sendable(error: Exception) -> Exception:
-    """The exception if it can be pickled, else its text."""
-    from ray import cloudpickle
-
-    try:
-        cloudpickle.loads(cloudpickle.dumps(error))
-        return error
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 @dataclass(eq=False, slots=True)
