@@ -1,6 +1,7 @@
 """Weak scaling of sampling over the engines of a Ray cluster: the number of conversations per engine is constant.
 
     python benchmarks/scale_out.py --json
+    python benchmarks/scale_out.py --driver
 
 Every engine is a process with one thread and gets `--conversations` conversations of `--turns` turns. In each turn
 seedling samples 8 to 40 tokens and a tool returns 4 to 24 tokens after a log-normal latency (median `--median` seconds,
@@ -9,6 +10,10 @@ seedling samples 8 to 40 tokens and a tool returns 4 to 24 tokens after a log-no
 machine has enough cores for engines and driver: `engine_busy` is the share of time in which an engine computes,
 `driver_busy` the driver's CPU utilization, `cores` the number of cores, `load` the load average. Prints one JSON line,
 or without `--json` one line per number of engines and median.
+
+`--driver` measures the cost of a call for the driver instead: conversations of `--turns` calls of actors that answer
+after 20 ms with 24 tokens, as plain Ray calls and as the batched calls of the engines. `cpu_ms` is the CPU time of the
+driver per call, its Ray threads included.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from arborl.cluster.placement.batched_calls import ActorCalls, BatchedActor
 from arborl.config.load_config import load
 from arborl.training_run.build import build
 from arborl.types import Sampling
@@ -81,6 +87,44 @@ def run(engines: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+class EchoActor(BatchedActor):
+    """Answers each call after 20 ms, as an engine does between others."""
+
+    async def answer(self, prompt: Any) -> Any:
+        await asyncio.sleep(0.02)
+        return list(range(24)), [0.1] * 24
+
+
+def measure_driver(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The cost of a call for the driver, plain and batched."""
+    import ray
+
+    ray.init(num_cpus=len(args.engines), include_dashboard=False, logging_level="ERROR")
+    actors = [ray.remote(EchoActor).options(max_concurrency=1000, num_cpus=0).remote() for _ in args.engines]
+    batched, prompt = [ActorCalls(actor) for actor in actors], np.arange(300)
+    num_conversations = args.conversations * len(actors)
+
+    async def converse(number: int, is_batched: bool) -> None:
+        one = number % len(actors)
+        for _ in range(args.turns):
+            call = batched[one].call("answer", prompt) if is_batched else actors[one].answer.remote(prompt).future()
+            await asyncio.wrap_future(call)
+
+    async def run_all(is_batched: bool) -> dict[str, Any]:
+        began, cpu_seconds = time.perf_counter(), time.process_time()
+        await asyncio.gather(*(converse(number, is_batched) for number in range(num_conversations)))
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_seconds
+        count = num_conversations * args.turns
+        return {"calls_per_second": round(count / seconds), "cpu_ms": round(1000 * cpu_seconds / count, 3)}
+
+    rows = []
+    for name, is_batched in (("plain", False), ("batched", True)):
+        results = [asyncio.run(run_all(is_batched)) for _ in range(args.repeats + 1)][1:]  # the first is a warm-up
+        rows.append({"calls": name, "actors": len(actors), **min(results, key=lambda row: row["cpu_ms"])})
+    ray.shutdown()
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 2, 4])
@@ -89,8 +133,12 @@ def main() -> None:
     parser.add_argument("--median", type=float, nargs="+", default=[0.25], help="median latency of the tool in seconds")
     parser.add_argument("--repeats", type=int, default=3, help="repetitions; the best is reported")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--driver", action="store_true", help="measure the cost of a call for the driver")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.driver:
+        print(*map(json.dumps, measure_driver(args)), sep="\n")
+        return
     rows = [row for engines in args.engines for row in run(engines, args)]
     single_engine_rate = {row["median"]: row["tokens_per_second"] / row["engines"] for row in reversed(rows)}
     for row in rows:

@@ -60,7 +60,7 @@ def test_a_run_goes_on_when_a_server_dies_and_nothing_is_trained_twice(serve, tm
     assert ran.exit_code == 0, ran.output
     rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "policy/loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3]
-    assert "a server is left alone until it answers again" in caplog.text
+    assert "a server is lost and will be retried" in caplog.text
     seen = set()
     for step, file in enumerate(sorted((tmp_path / "run" / "episodes").glob("step-*.jsonl"))):
         for one in EpisodeStore.read(file):
