@@ -283,6 +283,7 @@ class RunSession:
             "steps": trainer.step,
             "seed": self.config.seed,
             "failures": trainer.failure_monitor.failures.state(),
+            "accounting": trainer.accounting.summary(),
             "execution": self.execution,
         } | more
         if self.config.stub:
