@@ -397,3 +397,11 @@ def test_a_run_has_its_episodes_by_state_from_the_summary_or_from_its_last_step(
     assert ask(web, "run", run="a")["accounting"] == shown | {"pending": 0, "dropped/run_ended": 1}
     (root / "a" / "summary.json").write_text(json.dumps({"accounting": ["no", "table"]}))
     assert ask(web, "run", run="a")["accounting"] == shown
+
+
+def test_a_run_has_what_is_set_aside(web, root):
+    assert ask(web, "run", run="a")["quarantine"] == []
+    rows = [{"what": "task 2", "failed_draws": 4, "until_step": 9, "failure": "tool: OSError"}, {"what": ["x"]}, 7]
+    (root / "a" / "summary.json").write_text(json.dumps({"quarantine": rows}))
+    nothing = {"what": None, "failed_draws": None, "until_step": None, "failure": None}
+    assert ask(web, "run", run="a")["quarantine"] == [rows[0], nothing]

@@ -83,6 +83,8 @@ class EpisodeAccounting:
         """All groups of earlier batches are trained or dropped: no episode of them may start."""
         self.trained_places: dict[int, set[int]] = {}
         """Trained groups of the other batches, by batch."""
+        self.finished: list[Episode] = []
+        """Sampled episodes that were trained, or dropped after their end, since `take_finished`."""
         self._at_step_end = self._counts()
 
     # ------------------------------------------------------------------------------------------ events
@@ -137,6 +139,7 @@ class EpisodeAccounting:
             if why:
                 self._drop(pending, why)
                 continue
+            self.finished += [pending.episode] if pending.episode is not None else []
             num_trained += 1
             if place[1] >= 0:
                 self.trained_places.setdefault(place[0], set()).add(place[1])
@@ -157,8 +160,13 @@ class EpisodeAccounting:
         for batch, at in list(self.pending):
             self.drop(batch, at, RUN_ENDED)
 
+    def take_finished(self) -> list[Episode]:
+        finished, self.finished = self.finished, []
+        return finished
+
     def _drop(self, pending: PendingEpisode, why: str) -> None:
         failure = pending.episode.failure if pending.episode is not None else None
+        self.finished += [pending.episode] if pending.episode is not None else []
         self.dropped[why if failure is None else failure_reason(failure)] += 1
 
     # ------------------------------------------------------------------------------------------ sums
@@ -206,7 +214,7 @@ class EpisodeAccounting:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue an account; from zero for a checkpoint of an older version, which has none."""
-        self.pending = {}
+        self.pending, self.finished = {}, []
         self.started, self.trained = int(state.get("started", 0)), int(state.get("trained", 0))
         self.dropped = Counter({str(why): int(count) for why, count in state.get("dropped", {}).items()})
         if pending := int(state.get("pending", 0)):

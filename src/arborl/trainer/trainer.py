@@ -215,6 +215,7 @@ class Trainer:
         self.pipeline.trained()
         self.accounting.check(self.pipeline.open_places())
         metrics |= self.accounting.metrics()
+        self.source.observe_episodes(self.step - 1, self.accounting.take_finished())
         await self._report(groups, metrics, timer)
         if self.save is not None:  # after the metrics are written: a checkpoint is never ahead of them
             self.save(self)

@@ -92,6 +92,7 @@ def run_state(folder: Path) -> dict[str, Any]:
         "seconds": summary["train_seconds"],
         "failures": [_cause(one) for one in summary["failures"]],
         "accounting": summary["accounting"],
+        "quarantine": summary["quarantine"],
         "problems": [problem for problem in (bad_config, bad_summary) if problem],
     }
 
@@ -182,7 +183,16 @@ def _plain_summary(found: Mapping[str, Any]) -> dict[str, Any]:
         "after": _numbers(found.get("after")),
         "failures": [one for one in failures if isinstance(one, Mapping)] if isinstance(failures, list) else [],
         "accounting": _accounting(found.get("accounting")),
+        "quarantine": _quarantine(found.get("quarantine")),
     }
+
+
+def _quarantine(found: Any) -> list[dict[str, Any]]:
+    """The list `quarantine` of summary.json: what is set aside, why, and until which step."""
+    rows = [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
+    texts = [{name: _text(one.get(name)) for name in ("what", "failure")} for one in rows[:MAX_SET_ASIDE]]
+    numbers = [{name: finite_number(one.get(name)) for name in ("failed_draws", "until_step")} for one in rows]
+    return [text | number for text, number in zip(texts, numbers, strict=False)]
 
 
 def _accounting(found: Any) -> dict[str, float]:
@@ -364,3 +374,7 @@ def _is_state(metric: str) -> bool:
 
 def names_of(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [name for name in dict.fromkeys(name for row in rows for name in row) if name != "step"]
+
+
+MAX_SET_ASIDE = 50
+"""Entries of `quarantine` that are shown."""

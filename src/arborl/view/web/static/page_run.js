@@ -70,6 +70,8 @@ function summary(name, facts) {
     facts.failures.length ? h("details.notice.bad", {}, h("summary", {}, `${number(facts.failures.reduce((sum, cause) => sum + (cause.count ?? 0), 0))} failed episodes, ${number(facts.failures.length)} ${facts.failures.length === 1 ? "cause" : "causes"}`),
       h("ul", {}, facts.failures.slice(0, 20).map((cause) => h("li", {}, `${number(cause.count)} × ${visible(cause.where ?? "")}: ${visible(cause.kind ?? "")} `, h("span.faint", {}, visible(cause.message ?? "")))))) : null,
     accounting(facts.accounting),
+    facts.quarantine.length ? h("details.notice", {}, h("summary", {}, `${number(facts.quarantine.length)} set aside because ${facts.quarantine.length === 1 ? "it fails" : "they fail"} again and again`),
+      h("ul", {}, facts.quarantine.map((one) => h("li", {}, `${visible(one.what ?? "")} until step ${number(one.until_step)}: ${number(one.failed_draws)} failed draws `, h("span.faint", {}, visible(one.failure ?? "")))))) : null,
   ];
 }
 
