@@ -32,6 +32,8 @@ MAX_IMAGES = 2000
 MAX_FILES = 4096
 """Configurations, summaries and other small files in the cache."""
 MAX_TEXT = 400
+MAX_SET_ASIDE = 50
+"""Entries of `quarantine` that are shown."""
 Stamp = tuple[int, int, int]
 
 
@@ -374,7 +376,3 @@ def _is_state(metric: str) -> bool:
 
 def names_of(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [name for name in dict.fromkeys(name for row in rows for name in row) if name != "step"]
-
-
-MAX_SET_ASIDE = 50
-"""Entries of `quarantine` that are shown."""
