@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.data.task_source import EnvTasks
+from arborl.rollout.accounting import TRAINED, EpisodeAccounting, episode_key, failure_reason
 from arborl.rollout.groups import GroupCollector, GroupOptions
 from arborl.rollout.pipeline import Pipeline
 from arborl.seeds import generator
@@ -57,8 +58,9 @@ class World:
     def __init__(self, seed: int, slow: float = 3.0, fails: float = 0.1, filtered: float = 0.0, redundancy: int = 0):
         self.rng, self.slow, self.fails, self.filtered = generator(seed, "world"), slow, fails, filtered
         self.version, self.behind = 0, 0
-        self.counts, self.dropped_failures = Counter(), []
+        self.counts, self.dropped_failures, self.accounting = Counter(), [], EpisodeAccounting()
         self.begun, self.finished, self.cancelled = [], [], []
+        self.num_started = 0
         self.options = GroupOptions(redundancy, keep=self.keep if filtered else None)
 
     def keep(self, group: Group) -> bool:
@@ -74,10 +76,11 @@ class World:
         return nullcontext()
 
     def collector(self):
-        return GroupCollector(self.play, self.options, self.counts, self.dropped_failures)
+        return GroupCollector(self.play, self.options, self.counts, self.dropped_failures, accounting=self.accounting)
 
     async def play(self, task, seed, name, begin):
         begin()
+        self.num_started += 1
         self.begun.append(name)
         episode = Episode(name, task, seed)
         try:
@@ -108,6 +111,7 @@ class Run:
         self.sizes = (size, count, spares, max_lag)
         self.pipeline = self.make()
         self.trained: list[Group] = []
+        self.lost = 0
         self.lags: list[int] = []
 
     def make(self):
@@ -124,15 +128,30 @@ class Run:
             self.trained += groups
             calls = [call for group in groups for episode in group.valid_episodes for call in episode.calls]
             self.lags += [step - version for call in calls for version in call.completion.versions]
-            self.pipeline.trained()
+            self.settle(groups)
             self.world.version = step + 1
         await self.pipeline.close()
+        self.world.accounting.end_run()
+
+    def settle(self, groups):
+        """What the trainer does at the end of a step."""
+        accounting = self.world.accounting
+        episodes = [episode for group in groups for episode in group.episodes]
+        accounting.settle(
+            {episode_key(one): failure_reason(one.failure) if one.failure else TRAINED for one in episodes}, {}
+        )
+        self.pipeline.trained()
+        accounting.check(self.pipeline.open_places())
 
     async def kill(self, step):
+        """What was started since the last step is forgotten; what was pending then is dropped."""
         await self.pipeline.close()
-        state = json.loads(json.dumps(self.pipeline.state()))
-        self.pipeline = self.make()
-        self.pipeline.load_state(state, step)
+        state = json.loads(json.dumps([self.pipeline.state(), self.world.accounting.state()]))
+        self.pipeline, self.world.accounting = self.make(), EpisodeAccounting()
+        self.pipeline.load_state(state[0], step)
+        self.lost += self.world.num_started - state[1]["started"]
+        self.world.num_started = state[1]["started"]
+        self.world.accounting.load_state(state[1])
 
     def play(self):
         with asyncio.Runner(loop_factory=VirtualTime) as runner:
@@ -158,7 +177,15 @@ def test_no_trained_token_is_too_old_and_every_episode_is_trained_once_dropped_o
     if not filtered:  # then every task of every batch is trained, however slow
         wanted = [task.id for step in range(run.last) for task in EnvTasks("lake", 0).take(step, 3)]
         assert sorted(tasks) == sorted(wanted)
-    if not kills:  # each that began is accounted for
+    account = world.accounting
+    valid = sum(len(group.valid_episodes) for group in run.trained)
+    assert account.trained == valid
+    assert account.started == world.num_started == valid + account.dropped.total()
+    assert account.started + run.lost == len(world.begun)
+    assert account.dropped["run_ended"] == 0  # an async run ends without open groups too
+    assert account.dropped["stale"] <= world.counts["stale"]  # failed ones among them count as failed
+    assert (account.dropped["restarted"] > 0) <= bool(kills and max_lag)
+    if not kills:
         counted = len(episodes) + world.counts["cancelled"] + world.counts["stale"]
         counted += world.counts["filtered_episodes"]
         assert len(world.begun) == counted

@@ -379,3 +379,29 @@ def test_a_tags_file_of_another_form_is_shown_without_harm(web, root, text):
     row = next(one for one in ask(web, "runs")["runs"] if one["run"] == "a")
     assert row["tags"] in ([], ["good"])
     assert ask(web, "run", run="a")["note"] == ""
+
+
+# ------------------------------------------------------------------------------------------------ accounting
+
+
+def test_a_run_has_its_episodes_by_state_from_the_summary_or_from_its_last_step(web, root):
+    assert ask(web, "run", run="a")["accounting"] == {}
+    row = {"step": 9, "episodes/started": 9.0, "episodes/trained": 6.0, "episodes/pending": 1.0}
+    row |= {"episodes/dropped": 2.0, "episodes/dropped/stale": 2.0}
+    with (root / "a" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    shown = {"started": 9.0, "trained": 6.0, "pending": 1.0, "dropped/stale": 2.0}
+    assert ask(web, "run", run="a")["accounting"] == shown
+    table = {"started": 9, "trained": 6, "pending": 0, "dropped": {"stale": 2, "run_ended": 1, EVIL: "x"}}
+    (root / "a" / "summary.json").write_text(json.dumps({"accounting": table}))
+    assert ask(web, "run", run="a")["accounting"] == shown | {"pending": 0, "dropped/run_ended": 1}
+    (root / "a" / "summary.json").write_text(json.dumps({"accounting": ["no", "table"]}))
+    assert ask(web, "run", run="a")["accounting"] == shown
+
+
+def test_a_run_has_what_is_set_aside(web, root):
+    assert ask(web, "run", run="a")["quarantine"] == []
+    rows = [{"what": "task 2", "failed_draws": 4, "until_step": 9, "failure": "tool: OSError"}, {"what": ["x"]}, 7]
+    (root / "a" / "summary.json").write_text(json.dumps({"quarantine": rows}))
+    nothing = {"what": None, "failed_draws": None, "until_step": None, "failure": None}
+    assert ask(web, "run", run="a")["quarantine"] == [rows[0], nothing]

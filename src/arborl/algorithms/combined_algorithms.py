@@ -15,7 +15,7 @@ from torch import Tensor
 
 from arborl.algorithms.custom_functions import FindObject
 from arborl.algorithms.recipe import Algorithm, AlgorithmNeeds, Recipe, drop_metrics
-from arborl.algorithms.selection import select
+from arborl.algorithms.selection import DropReasons, select
 from arborl.algorithms.token_losses import LossParts, ModelOutputs, TermBatch, pick_rows
 from arborl.config.algorithm_config import AlgorithmArgs, AlgorithmConfig
 from arborl.registry import load
@@ -41,6 +41,7 @@ class PerSourceAlgorithm(Algorithm):
 
     def __init__(self, parts: dict[str, Recipe]):
         self.parts = parts
+        self._drop_reasons: DropReasons = {}
         self._sources: list[str] = []  # the source of each group of the last credited batch
         self._share: dict[str, float] = {}  # the share of that batch's terms that each part has
 
@@ -62,14 +63,19 @@ class PerSourceAlgorithm(Algorithm):
     def keep(self, groups: Sequence[Group]) -> list[Group]:
         kept: list[Group] = []
         dropped: dict[str, Counter[str]] = {name: Counter() for name in self.parts}
+        self._drop_reasons = {}
         for group in groups:
             name = self.source_of(group)
-            selected, reasons = select([group], self.parts[name].config)
+            selected, numbers, reasons = select([group], self.parts[name].config)
             kept += selected
-            dropped[name] += reasons
+            dropped[name] += numbers
+            self._drop_reasons |= reasons
         for name, part in self.parts.items():
             part.dropped = drop_metrics(dropped[name], part.config)
         return kept
+
+    def drop_reasons(self) -> DropReasons:
+        return self._drop_reasons
 
     def credit(self, groups: Sequence[Group], terms: Terms) -> Terms:
         self._sources = [self.source_of(group) for group in groups]
@@ -145,6 +151,9 @@ class WrappedAlgorithm(Algorithm):
 
     def keep(self, groups: Sequence[Group]) -> list[Group]:
         return self.inner.keep(groups)
+
+    def drop_reasons(self) -> DropReasons:
+        return self.inner.drop_reasons()
 
     def credit(self, groups: Sequence[Group], terms: Terms) -> Terms:
         return self.inner.credit(groups, terms)
@@ -222,6 +231,10 @@ class DemonstrationAlgorithm(Algorithm):
             out += [one for one, place in zip(demonstrations, places, strict=True) if place == number]
             out += [group] if group is not None else []
         return out
+
+    def drop_reasons(self) -> DropReasons:
+        sampled = {} if self._only_demonstrations else self.inner.drop_reasons()
+        return sampled | self.imitation.drop_reasons()
 
     def credit(self, groups: Sequence[Group], terms: Terms) -> Terms:
         columns = {name: getattr(terms, name).copy() for name in CREDITED}

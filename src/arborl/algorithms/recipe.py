@@ -18,7 +18,7 @@ from arborl.algorithms.custom_functions import FindObject, check_advantage, chec
 from arborl.algorithms.importance_weights import importance_weights, ratios, staleness
 from arborl.algorithms.loss_table import COUNTS, LOSSES, PREPARES, WEIGHTS, known, reweighted
 from arborl.algorithms.reward_arrays import kl_costs, with_overlong_penalty
-from arborl.algorithms.selection import reasons, select
+from arborl.algorithms.selection import DropReasons, reasons, select
 from arborl.algorithms.statistics import whitened, whitened_by_token
 from arborl.algorithms.token_losses import KL, LossParts, ModelOutputs, TermBatch, adapt_kl_coef, value_loss
 from arborl.config.algorithm_config import AlgorithmArgs, AlgorithmConfig, settings_read_by_loss
@@ -65,6 +65,10 @@ class Algorithm(Protocol):
         """The groups that have a gradient, without unusable episodes."""
         ...
 
+    def drop_reasons(self) -> DropReasons:
+        """Why the last `keep` dropped episodes that did not fail; those that it does not name are `not_selected`."""
+        return {}
+
     def credit(self, groups: Sequence[Group], terms: Terms) -> Terms:
         """The terms with advantage, weight and value target. `groups` are those that the terms came from."""
         ...
@@ -98,6 +102,7 @@ class Recipe(Algorithm):
         self.custom = custom_parts(config, find)  # the custom advantage and the custom loss
         self.memory: Memory = {}
         self.dropped: Metrics = {}
+        self._drop_reasons: DropReasons = {}
         self.credit_metrics: Metrics = {}
 
     @property
@@ -140,9 +145,12 @@ class Recipe(Algorithm):
             check_loss(loss, self.config)
 
     def keep(self, groups: Sequence[Group]) -> list[Group]:
-        kept, dropped = select(groups, self.config)
+        kept, dropped, self._drop_reasons = select(groups, self.config)
         self.dropped = drop_metrics(dropped, self.config)
         return kept
+
+    def drop_reasons(self) -> DropReasons:
+        return self._drop_reasons
 
     def credit(self, groups: Sequence[Group], terms: Terms) -> Terms:
         config, self.credit_metrics = self.config, {}

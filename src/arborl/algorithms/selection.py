@@ -16,23 +16,28 @@ from arborl.algorithms.statistics import is_constant
 from arborl.config.algorithm_config import AlgorithmConfig
 from arborl.types import Episode, Group
 
+DropReasons = dict[tuple[str, int], str]
+"""Reason for which each dropped episode is not trained, by its id and seed; without failed ones."""
 
-def select(groups: Sequence[Group], config: AlgorithmConfig) -> tuple[list[Group], Counter[str]]:
-    """The groups to learn from, without unusable episodes, and the numbers of dropped ones by reason: episodes, or
-    groups for reasons such as `zero_variance`. A group that loses no episode is returned as the same object."""
+
+def select(groups: Sequence[Group], config: AlgorithmConfig) -> tuple[list[Group], Counter[str], DropReasons]:
+    """The groups to learn from, without unusable episodes; the numbers of dropped ones by reason: episodes, or groups
+    for reasons such as `zero_variance`; and the reason of each episode. A group that loses no episode is returned as
+    the same object."""
     dropped: Counter[str] = Counter()
-    kept = []
+    kept, reasons = [], DropReasons()
     for group in groups:
         dropped["failed"] += len(group.episodes) - len(group.valid_episodes)
-        found = _drop_episodes(group, config, dropped)
+        found = _drop_episodes(group, config, dropped, reasons)
         why = _group_drop_reason(with_overlong_penalty(found, config.overlong), config)
         if why:
             dropped[why] += 1
+            reasons.update(((episode.id, episode.seed), why) for episode in found.valid_episodes)
             continue
         if config.loss in ("dpo", "ipo"):
-            found = _keep_pairs(found, config, dropped)
+            found = _keep_pairs(found, config, dropped, reasons)
         kept.append(found)
-    return kept, +dropped
+    return kept, +dropped, reasons
 
 
 def reasons(config: AlgorithmConfig) -> list[str]:
@@ -49,12 +54,13 @@ def reasons(config: AlgorithmConfig) -> list[str]:
     return ["failed", "reward_not_finite", "empty_group", "nothing_sampled", *(why for why, can in may.items() if can)]
 
 
-def _drop_episodes(group: Group, config: AlgorithmConfig, dropped: Counter[str]) -> Group:
-    reasons = {id(episode): why for episode in group.valid_episodes if (why := _episode_drop_reason(episode, config))}
-    dropped.update(reasons.values())
-    if not reasons:
+def _drop_episodes(group: Group, config: AlgorithmConfig, dropped: Counter[str], reasons: DropReasons) -> Group:
+    found = {id(episode): why for episode in group.valid_episodes if (why := _episode_drop_reason(episode, config))}
+    dropped.update(found.values())
+    if not found:
         return group
-    return dataclasses.replace(group, episodes=[e for e in group.episodes if id(e) not in reasons])
+    reasons.update(((e.id, e.seed), found[id(e)]) for e in group.episodes if id(e) in found)
+    return dataclasses.replace(group, episodes=[e for e in group.episodes if id(e) not in found])
 
 
 def _episode_drop_reason(episode: Episode, config: AlgorithmConfig) -> str:
@@ -96,7 +102,7 @@ def _pairs(episodes: Sequence[Episode], config: AlgorithmConfig) -> torch.Tensor
     return preference_losses.pairs(score, same, config.options.min_gap) & sampled[:, None] & sampled[None, :]
 
 
-def _keep_pairs(group: Group, config: AlgorithmConfig, dropped: Counter[str]) -> Group:
+def _keep_pairs(group: Group, config: AlgorithmConfig, dropped: Counter[str], reasons: DropReasons) -> Group:
     """The episodes that are part of a pair; with `pairs=best_worst` the best and the worst (first of equals)."""
     survivors = group.valid_episodes
     scored = with_overlong_penalty(Group(group.task, survivors), config.overlong).episodes
@@ -108,6 +114,8 @@ def _keep_pairs(group: Group, config: AlgorithmConfig, dropped: Counter[str]) ->
     else:
         kept = [episode for i, episode in enumerate(survivors) if found[i].any() or found[:, i].any()]
     dropped["outside_pairs"] += len(survivors) - len(kept)
+    inside = {id(episode) for episode in kept}
+    reasons.update(((e.id, e.seed), "outside_pairs") for e in survivors if id(e) not in inside)
     return group if len(kept) == len(group.episodes) else dataclasses.replace(group, episodes=kept)
 
 

@@ -178,7 +178,7 @@ OF_A_SOURCE = (
     "rollout",
 )  # fmt: skip
 """Keys of an entry of `data.sources`, not of `data` itself."""
-OF_THE_RUN = ("sources", "offline", "by", "agents", "strict", "missing", "schedule", "band")
+OF_THE_RUN = ("sources", "offline", "by", "agents", "strict", "missing", "schedule", "band", "quarantine")
 """Keys of `data` itself."""
 
 
@@ -206,6 +206,10 @@ class DataConfig(RowsConfig):
     schedule: tuple[StageConfig, ...] = ()
     """Changes of the ratios at given steps."""
     band: BandConfig = BandConfig()
+    quarantine: int = Field(3, ge=0)
+    """Set a task aside after this many draws in a row in which all its episodes failed (an exception or timeout of the
+    environment, a tool, a reward or the agent; not a low reward). Other tasks of its source replace it. It is drawn
+    again after twice the usual time, then four times, and so on. 0: never. See docs/data.md."""
 
     ratio: float | None = Field(None, ge=0)
     """Share of every batch; by default all sources have the same."""

@@ -26,7 +26,7 @@ from arborl.data.reading.train_splits import EVALUATION_SEED, CountTokens, Promp
 from arborl.data.task_source import EnvTasks, TaskSource
 from arborl.errors import ConfigError, did_you_mean
 from arborl.registry import load
-from arborl.types import Group, Message, Metrics, Task
+from arborl.types import Episode, Group, Message, Metrics, Task
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def open_source(
         if not config.has_rows:
             return EnvTasks(env, seed)
         pool = opener.open(_name(config), config)
-        return Mixture([pool], {pool.name: 1}, seed)
+        return Mixture([pool], {pool.name: 1}, seed, quarantine=config.quarantine)
     pools = opener.split_by(config) if config.by else opener.each(config)
     given = {pool.name: config.sources[pool.name].ratio for pool in pools}
     ratios: dict[str, float | Fraction] = {name: 1.0 if ratio is None else ratio for name, ratio in given.items()}
@@ -70,7 +70,9 @@ def open_source(
         for stage in config.schedule
     ]
     band = SuccessBand(**config.band.model_dump())
-    return Mixture(pools, ratios, seed, passes, schedule, band, refuse=config.missing == "refuse")
+    return Mixture(
+        pools, ratios, seed, passes, schedule, band, refuse=config.missing == "refuse", quarantine=config.quarantine
+    )
 
 
 def _name(config: RowsConfig) -> str:
@@ -447,6 +449,12 @@ class WithDemonstrations(TaskSource):
         is_first = step < self.config.steps
         metrics = self.demonstrations.metrics(step) if is_first or self.config.weight > 0 else {}
         return metrics if is_first else metrics | self.inner.observe(step, groups)
+
+    def observe_episodes(self, step: int, episodes: Iterable[Episode]) -> None:
+        self.inner.observe_episodes(step, episodes)
+
+    def set_aside(self) -> list[dict[str, Any]]:
+        return self.inner.set_aside()
 
     def state(self, step: int) -> dict[str, Any]:
         start = max(step, self.config.steps)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from arborl.data.reading.train_splits import EVALUATION_SEED
 from arborl.errors import ConfigError
 from arborl.registry import short_name
 from arborl.seeds import derive
-from arborl.types import Group, Metrics, Task
+from arborl.types import Episode, Group, Metrics, Task
 
 
 class TaskSource(Protocol):
@@ -37,6 +37,14 @@ class TaskSource(Protocol):
     def observe(self, step: int, groups: Sequence[Group]) -> Metrics:
         """Receive the groups of a step; returns metrics of the data."""
         return {}
+
+    def observe_episodes(self, step: int, episodes: Iterable[Episode]) -> None:
+        """Receive the sampled episodes that were trained or dropped in a step, also of dropped groups."""
+        return None
+
+    def set_aside(self) -> list[dict[str, Any]]:
+        """Tasks that are not drawn for a while because their episodes failed; for `summary.json`."""
+        return []
 
     def state(self, step: int) -> dict[str, Any]:
         """State for a checkpoint before this step."""

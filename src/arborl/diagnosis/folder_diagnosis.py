@@ -16,6 +16,7 @@ from arborl.diagnosis.run_monitor import PATIENCE
 from arborl.diagnosis.step_rules import BENIGN_STEP_RULES, STEP_RULES, StepRule, diagnose_step
 from arborl.diagnosis.trend_rules import TREND_RULES, TrendRule
 from arborl.failures import one_line
+from arborl.track.folder_files import finite_number
 from arborl.types import Episode, FinishReason, StopReason
 
 
@@ -53,7 +54,7 @@ def examine_run(folder: Path) -> list[Finding]:
             faults.append(Finding(rule.name, rule.state, match.detail, rule.advice, match.evidence))
     advice = "Another program wrote the file, or the disk was full: remove the file and run the doctor again."
     faults += [Finding("files", "warn", problem, advice) for problem in dict.fromkeys(files.problems)]
-    return [_state(files), *_learning(files), *_execution(files), *worst_first(faults)]
+    return [_state(files), *_learning(files), *_execution(files), *_accounting(files), *worst_first(faults)]
 
 
 def _state(files: RunFiles) -> Finding:
@@ -115,7 +116,35 @@ def _execution(files: RunFiles) -> list[Finding]:
     return [Finding("execution", "warn", detail, "Faster execution paths are not used; run.log has one line for each.")]
 
 
+def _accounting(files: RunFiles) -> list[Finding]:
+    """Whether every started episode is trained, dropped or pending at every step; none for older runs."""
+    previous = dict.fromkeys(ACCOUNTED, 0.0)
+    for row in files.step_rows:
+        counts = {name: finite_number(row.get(f"episodes/{name}")) for name in ACCOUNTED}
+        known = {name: count for name, count in counts.items() if count is not None}
+        if not known:
+            continue
+        text = ", ".join(f"{count:.0f} {name}" for name, count in known.items())
+        by_reason = [value for name in row if name.startswith(DROPPED) and (value := finite_number(row[name]))]
+        is_whole = len(known) == len(ACCOUNTED) and known["dropped"] == sum(by_reason)
+        if not is_whole or known["started"] != known["trained"] + known["dropped"] + known["pending"]:
+            detail = f"step {row['step']}: {text}: the sum is wrong, episodes were lost or counted twice"
+        elif any(known[name] < previous[name] for name in ("started", "trained", "dropped")):
+            detail = f"step {row['step']}: {text}: a total is smaller than in the step before"
+        else:
+            previous, detail = known, ""
+        if detail:
+            advice = "This is a defect of Arbor, unless metrics.jsonl was edited: report it with the run folder."
+            return [Finding("accounting", "fail", detail, advice)]
+    if not previous["started"]:
+        return []
+    return [Finding("accounting", "ok", ", ".join(f"{count:.0f} {name}" for name, count in previous.items()))]
+
+
 # ------------------------------------------------------------------------------------------------ metrics
+
+ACCOUNTED = ("started", "trained", "dropped", "pending")
+DROPPED = "episodes/dropped/"
 
 
 def _is_fault(match: RuleMatch, files: RunFiles) -> bool:

@@ -5,6 +5,7 @@ It computes neither rewards nor gradients.
     runner.py            Runs episodes concurrently: admission, agents, environments, metrics
     part_factories.py    Factories of agents and environments; parts and overrides of each data source
     groups.py            Groups of a batch: redundancy, timeout, filter, spare tasks
+    accounting.py        Every started training episode: trained, dropped for a reason, or pending
     pipeline.py          Batches sampled ahead of their updates, within a bound on staleness
     recorder.py          The model and the environment that an agent sees; both record the episode
     deadlines.py         Calls under a deadline, and a watchdog for code that blocks the event loop

@@ -13,10 +13,12 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any, Protocol
 
 from arborl.errors import RunStopped
 from arborl.registry import Registry
+from arborl.rollout.accounting import FILTERED, GROUP_TIMEOUT, REDUNDANT, EpisodeAccounting, GroupPlace
 from arborl.seeds import derive
 from arborl.types import NOT_SAMPLED, Episode, Group, Metrics, Task
 
@@ -82,6 +84,8 @@ class BatchSlot:
     spares: deque[int]
     """Indices of spare tasks of the same source, shared by all slots of that source."""
     seed: int
+    is_whole: bool = False
+    """Whether the slot stands for all groups of a batch that is not sampled group by group."""
     attempt: int = 0
     """How often the group was restarted because its tokens were too old."""
     running: RunningGroup | None = None
@@ -112,13 +116,21 @@ class BatchSlot:
         return self.batch, self.at
 
     @property
+    def places(self) -> list[GroupPlace]:
+        """The groups of the slot in the accounting; of groups that were not sampled the index is negative."""
+        size = len(self.tasks)
+        return [(self.batch, at) for at in range(-size, size)] if self.is_whole else [self.order]
+
+    @property
     def oldest_version(self) -> int:
         """Oldest policy version among the tokens of the finished groups, as reported by the engine."""
         calls = [call.completion for group in self.groups for episode in group.valid_episodes for call in episode.calls]
         return min((done.oldest for done in calls if done.tokens and done.version != NOT_SAMPLED), default=UNSAMPLED)
 
     def cancel(self) -> None:
-        job, self.job, self.running = self.job, None, None
+        job, running, self.job, self.running = self.job, self.running, None, None
+        if running is not None:
+            running.close()  # at once: none of its episodes starts after the group is dropped
         if job is not None and not job.done():
             cancel_in_background(job)
 
@@ -147,16 +159,19 @@ class GroupCollector:
         counts: Counter[str],
         dropped_failures: list[Episode] | None = None,
         observer: EpisodeObserver | None = None,
+        accounting: EpisodeAccounting | None = None,
     ):
-        self.observer = observer
+        self.observer, self.accounting = observer, accounting
         self.play, self.options, self.counts = play, options, counts
         self.dropped_failures = [] if dropped_failures is None else dropped_failures
 
-    async def collect(self, tasks: Sequence[Task], seed: int, size: int, count: int | None = None) -> list[Group]:
+    async def collect(
+        self, tasks: Sequence[Task], seed: int, size: int, count: int | None = None, batch: int = 0
+    ) -> list[Group]:
         """The groups of `count` tasks, in the order of the tasks; the other tasks are spares. The next spare of the
         same source replaces a dropped group, so the batch keeps its mixture. Spares are used in their order, one for
         each dropped group, so the result does not depend on the order in which groups finish."""
-        slots = batch_slots(tasks, seed, count)
+        slots = batch_slots(tasks, seed, count, batch)
         try:
             async with asyncio.TaskGroup() as running:
                 jobs = [running.create_task(self.fill(slot, size)) for slot in slots]
@@ -176,6 +191,8 @@ class GroupCollector:
             failed = [episode for episode in group.episodes if episode.failure is not None]
             self.dropped_failures += failed
             self.counts.update(filtered=1, filtered_episodes=len(group.episodes), filtered_failed=len(failed))
+            if self.accounting is not None:
+                self.accounting.drop(slot.batch, slot.at, FILTERED)
             if not slot.spares:
                 self.counts["missing"] += 1
                 return None
@@ -203,7 +220,7 @@ class GroupCollector:
         for number in range(size + redundancy):
             seed = derive(slot.seed, "task", slot.at, "episode", number, *suffix)
             name = f"{task.id}#{number}" + (f"+{slot.attempt}" if slot.attempt else "")
-            running.add(asyncio.ensure_future(self._episode(task, seed, name, running.on_start)))
+            running.add(asyncio.ensure_future(self._episode(slot, running, seed, name)))
         try:
             await running.wait(size, wait_for_all=not redundancy)
         finally:
@@ -211,15 +228,26 @@ class GroupCollector:
         counted = running.counted(size)
         self.counts["expired"] += running.is_expired
         self.counts["cancelled"] += len(running.jobs) - len(counted)
+        if self.accounting is not None:
+            why = GROUP_TIMEOUT if running.is_expired else REDUNDANT
+            self.accounting.complete(slot.batch, slot.at, counted, why)
         return Group(task, counted)
 
-    async def _episode(self, task: Task, seed: int, name: str, on_start: Callable[[], None]) -> Episode:
-        episode = await self.play(task, seed, name, on_start)
+    async def _episode(self, slot: BatchSlot, running: RunningGroup, seed: int, name: str) -> Episode:
+        batch, at = slot.order
+        episode = await self.play(slot.task, seed, name, partial(self._on_start, batch, at, running, seed, name))
         if self.options.judge is not None:
             await self.options.judge(episode)
+        if self.accounting is not None:
+            self.accounting.end(batch, at, episode)
         if self.observer is not None:
             self.observer.on_end(episode)
         return episode
+
+    def _on_start(self, batch: int, at: int, running: RunningGroup, seed: int, name: str) -> None:
+        running.on_start()
+        if self.accounting is not None:
+            self.accounting.start(batch, at, (name, seed))
 
 
 class RunningGroup:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from arborl.data.task_source import TaskSource
+from arborl.rollout.accounting import STALE, GroupPlace
 from arborl.rollout.episode_store import json_line, task_from_json, task_to_json
 from arborl.rollout.groups import UNSAMPLED, BatchSlot, batch_slots, spares_by_source
 from arborl.rollout.runner import Rollout
@@ -106,6 +107,11 @@ class Pipeline:
         self.first_untrained = max([self.first_untrained, *(slot.batch + 1 for slot in self.taken)])
         self.taken = []
         self.batches = {number: batch for number, batch in self.batches.items() if batch.slots or number > self.version}
+        self.rollout.accounting.close_batches(before=min((slot.batch for slot in self.slots), default=self.next))
+
+    def open_places(self) -> set[GroupPlace]:
+        """The groups that are collected, or wait for an update."""
+        return {place for slot in self.slots for place in slot.places}
 
     async def close(self) -> None:
         """Cancel what is running. Slots that were not trained stay in the state."""
@@ -118,7 +124,7 @@ class Pipeline:
         tasks = self.source.take(number, self.count + self.spares)
         seed = derive(self.seed, "step", number)
         if self.rollout.is_whole_batch(tasks):  # offline, or recorded
-            slots = [BatchSlot(number, 0, dict(enumerate(tasks)), deque(), seed)]
+            slots = [BatchSlot(number, 0, dict(enumerate(tasks)), deque(), seed, is_whole=True)]
         else:
             await self.rollout.probe_envs(tasks)
             slots = batch_slots(tasks, seed, self.count, number)
@@ -126,9 +132,11 @@ class Pipeline:
 
     async def _fill(self, slot: BatchSlot) -> list[Group]:
         slot.version = lambda: self.version
-        tasks = list(slot.tasks.values())
-        if self.rollout.is_whole_batch(tasks):
-            return await self.rollout.train(tasks, slot.seed, self.size, self.count)
+        if slot.is_whole:
+            tasks = list(slot.tasks.values())
+            groups = await self.rollout.train(tasks, slot.seed, self.size, self.count, batch=slot.batch)
+            self.rollout.accounting.add(slot.batch, groups)
+            return groups
         group = await self.rollout.collector().fill(slot, self.size)
         return [] if group is None else [group]
 
@@ -159,10 +167,10 @@ class Pipeline:
     def _restart(self, slot: BatchSlot) -> None:
         """Drop a group whose tokens are, or will be, too old; its slot is filled again."""
         if slot.running is not None:
-            self.rollout.counts["stale"] += slot.running.num_started
             self.rollout.dropped_failures += slot.running.failed()
-        self.rollout.counts["retried"] += 1
         slot.cancel()
+        self.rollout.counts["stale"] += sum(self.rollout.accounting.drop(*place, STALE) for place in slot.places)
+        self.rollout.counts["retried"] += 1
         slot.attempt += 1
 
     def state(self) -> dict[str, Any]:
@@ -185,7 +193,8 @@ class Pipeline:
             tasks = {int(at): task_from_json(task) for at, task in row["tasks"].items()}
             spares = spares_by_source(tasks, row["spares"])
             slots = [
-                BatchSlot(number, at, tasks, spares[tasks[at].source], seed, attempt) for at, attempt in row["places"]
+                BatchSlot(number, at, tasks, spares[tasks[at].source], seed, attempt=attempt)
+                for at, attempt in row["places"]
             ]
             self.batches.setdefault(number, PipelineBatch(len(slots))).slots = slots
         self.batches = {number: batch for number, batch in self.batches.items() if number >= step or batch.slots}

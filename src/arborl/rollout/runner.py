@@ -27,6 +27,7 @@ from arborl.errors import EpisodeError, EpisodeLimitReached, boundary
 from arborl.failures import FirstFailureLogger
 from arborl.registry import short_name
 from arborl.rewards.reward import is_reward_call
+from arborl.rollout.accounting import EpisodeAccounting
 from arborl.rollout.deadlines import ENGINE, EventLoopWatchdog
 from arborl.rollout.env_workers import Workers
 from arborl.rollout.episode_store import BatchRecording
@@ -163,6 +164,8 @@ class Rollout:
         self.agent_names: dict[str | None, str] = {}
         self.observer: EpisodeObserver | None = None
         """Receives the start and the end of every episode of a batch."""
+        self.accounting = EpisodeAccounting()
+        """Of the training episodes of the run."""
         self.engine_time = BusyTime()
         self.stuck_before = abandoned_calls.hanging()
         """Calls of other components of this process that hung before the rollout started."""
@@ -180,19 +183,25 @@ class Rollout:
         sampling: Mapping[str, Any] | None = None,
         options: GroupOptions = DEFAULT_OPTIONS,
         count: int | None = None,
+        batch: int | None = None,
     ) -> list[Group]:
         """Run `group_size` episodes of every task. An episode depends on `seed`, its task and its number alone.
 
         Args:
             tasks: with a `count`, the tasks beyond it are spares for dropped groups.
             sampling: fields of `Sampling` that replace those of training, for all sources: `{"temperature": 0.0}`.
+            batch: number of the training batch; None if the episodes are not trained and so not accounted for.
         """
         with self.running():
             await self.probe_envs(tasks)
-            return await self.collector(options, sampling).collect(tasks, seed, group_size, count)
+            collector = self.collector(options, sampling, is_training=batch is not None)
+            return await collector.collect(tasks, seed, group_size, count, batch or 0)
 
     def collector(
-        self, options: GroupOptions | None = None, sampling: Mapping[str, Any] | None = None
+        self,
+        options: GroupOptions | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        is_training: bool = True,
     ) -> GroupCollector:
         """Collects groups with these options; by default those of training."""
         limit = self._concurrency_limit()
@@ -206,7 +215,8 @@ class Rollout:
                 return await self.play(task, seed, name, sampling)
 
         options = self.training if options is None else options
-        return GroupCollector(play, options, self.counts, self.dropped_failures, self.observer)
+        accounting = self.accounting if is_training else None
+        return GroupCollector(play, options, self.counts, self.dropped_failures, self.observer, accounting)
 
     async def probe_envs(self, tasks: Sequence[Task]) -> None:
         """Find out for each environment name where such environments may run, before the first episode."""
@@ -225,7 +235,13 @@ class Rollout:
         return self.recording is not None or any(isinstance(task, OfflineTask) for task in tasks)
 
     async def train(
-        self, tasks: Sequence[Task], seed: int, group_size: int, count: int, sampling: Mapping[str, Any] | None = None
+        self,
+        tasks: Sequence[Task],
+        seed: int,
+        group_size: int,
+        count: int,
+        sampling: Mapping[str, Any] | None = None,
+        batch: int | None = None,
     ) -> list[Group]:
         if any(isinstance(task, OfflineTask) for task in tasks):
             return self.offline_groups(tasks)
@@ -234,7 +250,7 @@ class Rollout:
             # A baseline (`sampling`) is not filtered. Recorded groups are scored when they are trained on.
             options = replace(self.training, judge=None, score=self.training.score if self.training.keep else None)
             options = options if sampling is None else DEFAULT_OPTIONS
-            return await self.collect(tasks, seed, group_size, sampling, options, count)
+            return await self.collect(tasks, seed, group_size, sampling, options, count, batch)
 
         return await play() if self.recording is None else await self.recording.batch(seed, tasks, play)
 

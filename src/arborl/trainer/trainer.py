@@ -25,6 +25,7 @@ from arborl.learner.core.learner import Learner
 from arborl.learner.core.update_metrics import ROLLOUT_GAP, TermLog
 from arborl.learner.distributed.learner_group import LearnerGroup
 from arborl.rewards.reward import Rewards
+from arborl.rollout.accounting import EpisodeAccounting, EpisodeKey
 from arborl.rollout.pipeline import Pipeline
 from arborl.rollout.runner import Rollout
 from arborl.rollout.token_trees import downsample_branches
@@ -33,7 +34,7 @@ from arborl.spans import end_open_spans, span
 from arborl.track.tracker import Tracker
 from arborl.trainer.step_metrics import SKIPPED_COUNTERS, batch_metrics, episode_metrics
 from arborl.trainer.system_usage import SystemUsage
-from arborl.trainer.training_batch import prepare_batch
+from arborl.trainer.training_batch import episode_outcomes, prepare_batch
 from arborl.trainer.weight_probe import WeightSyncProbe
 from arborl.types import Group, Metrics, Terms
 
@@ -154,6 +155,9 @@ class Trainer:
         self.hooks, self.save = list(hooks), save
         self.probe = WeightSyncProbe(engine)
         self.failure_monitor = rollout.observer = FailureMonitor(config.env.name, config.model.name)
+        self.accounting = rollout.accounting = EpisodeAccounting()
+        self.outcomes: dict[EpisodeKey, str] = {}
+        """Of the episodes of the last update."""
         self.diagnosis_monitor = DiagnosisMonitor()
         self.step = 0
         self.num_steps = steps or config.trainer.steps or 0
@@ -181,6 +185,7 @@ class Trainer:
                 end_open_spans()
         finally:
             await self.pipeline.close()
+            self.accounting.end_run()
             self._resume_engine()
             self.thread.close()
             gc.unfreeze()
@@ -198,6 +203,7 @@ class Trainer:
             await self._score(groups, greedy)
         with timer("learn"):
             demonstrations = self.rollout.offline_groups(self.source.beside(self.step))
+            self.accounting.add(self.step, demonstrations)
             run_update = await self._pause_for_update()
             with span("arborl.learn"):
                 metrics = self._sampling_metrics(timer, losses)
@@ -205,7 +211,11 @@ class Trainer:
         if not self.engine.follows_weights:  # its replies are not the policy's: there is no difference to report
             metrics = {name: value for name, value in metrics.items() if not name.startswith(ROLLOUT_GAP)}
         self.step += 1  # from here on the step is done, whatever interrupts
+        self.accounting.settle(self.outcomes, metrics)
         self.pipeline.trained()
+        self.accounting.check(self.pipeline.open_places())
+        metrics |= self.accounting.metrics()
+        self.source.observe_episodes(self.step - 1, self.accounting.take_finished())
         await self._report(groups, metrics, timer)
         if self.save is not None:  # after the metrics are written: a checkpoint is never ahead of them
             self.save(self)
@@ -240,6 +250,7 @@ class Trainer:
             self.algorithm, self.learner, [*groups, *demonstrations], schema_masks=self.rollout.schema_masks
         )
         metrics = episode_metrics(groups) | self.source.observe(self.step, groups)
+        self.outcomes = episode_outcomes([*groups, *demonstrations], kept, terms, self.algorithm.drop_reasons())
         terms = self.algorithm.credit(kept, terms)
         config, dropped = self.config.learner, Metrics()
         if config.max_samples_per_trajectory is not None:
@@ -325,6 +336,7 @@ class Trainer:
             "algorithm": self.algorithm.state(),
             "data": self.source.state(self.pipeline.first_untrained),
             "pipeline": self.pipeline.state(),
+            "accounting": self.accounting.state(),
             "failures": self.failure_monitor.failures.state(),
         }
 
@@ -334,6 +346,7 @@ class Trainer:
             self.algorithm.load_state(state["algorithm"])
             self.source.load_state(state.get("data", {}))
             self.pipeline.load_state(state.get("pipeline", {}), self.step)
+            self.accounting.load_state(state.get("accounting", {}))
             self.failure_monitor.failures.load_state(state.get("failures", []))
         except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
             raise DamagedCheckpoint(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from arborl.algorithms.reward_arrays import cut_rows
 from arborl.errors import EpisodeError
 from arborl.learner.core.learner import Learner
 from arborl.learner.distributed.learner_group import LearnerGroup
+from arborl.rollout.accounting import NO_TERMS, NOT_SELECTED, TRAINED, EpisodeKey, episode_key, failure_reason
 from arborl.rollout.token_trees import SchemaMasks, build_token_trees
 from arborl.types import NOT_SAMPLED, Forest, Group, Terms
 
@@ -58,3 +59,23 @@ def prepare_batch(
                     cause = ArithmeticError(f"the {what} of a token is not finite")
                     failure = episode.fail(EpisodeError(COLUMN_SOURCES[name], cause))
                     log.warning("episode %s failed and is left out: %s", episode.id, failure)
+
+
+def episode_outcomes(
+    groups: Sequence[Group], kept: Sequence[Group], terms: Terms, drop_reasons: Mapping[EpisodeKey, str]
+) -> dict[EpisodeKey, str]:
+    """What an update does with each episode of its groups: `TRAINED`, or the reason for which it is left out. `kept`
+    are the groups of the terms. Episodes of weight 0 are not training episodes."""
+    selected = [episode_key(episode) for group in kept for episode in group.valid_episodes]
+    trained = {selected[number] for number in np.unique(terms.episode)}
+    left_out = dict.fromkeys(selected, NO_TERMS)
+    outcomes: dict[EpisodeKey, str] = {}
+    for episode in (episode for group in groups for episode in group.episodes if episode.weight > 0):
+        key = episode_key(episode)
+        if key in trained:
+            outcomes[key] = TRAINED
+        elif episode.failure is not None:
+            outcomes[key] = failure_reason(episode.failure)
+        else:
+            outcomes[key] = left_out.get(key) or drop_reasons.get(key, NOT_SELECTED)
+    return outcomes

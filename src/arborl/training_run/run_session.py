@@ -283,6 +283,8 @@ class RunSession:
             "steps": trainer.step,
             "seed": self.config.seed,
             "failures": trainer.failure_monitor.failures.state(),
+            "accounting": trainer.accounting.summary(),
+            "quarantine": trainer.source.set_aside(),
             "execution": self.execution,
         } | more
         if self.config.stub:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import chain, zip_longest
@@ -22,11 +22,12 @@ from typing import Any
 
 import numpy as np
 
+from arborl.data.mixing.quarantine import NUM_CANDIDATES, TaskQuarantine
 from arborl.data.mixing.task_pools import TaskPool
 from arborl.data.task_source import TaskSource
 from arborl.errors import ConfigError
 from arborl.seeds import generator
-from arborl.types import Group, Metrics, Task
+from arborl.types import Episode, Group, Metrics, Task
 
 ZERO = Fraction(0)
 NONE: Mapping[str, int] = {}
@@ -109,6 +110,7 @@ class Mixture(TaskSource):
         schedule: Sequence[tuple[int, Mapping[str, float]]] = (),
         band: SuccessBand | None = None,
         refuse: bool = True,
+        quarantine: int = 0,
     ):
         self.pools = {pool.name: pool for pool in pools}
         self.ratios: dict[str, float | Fraction] = dict(ratios)
@@ -117,6 +119,9 @@ class Mixture(TaskSource):
         self.success: dict[str, float] = {}
         self._positions: OrderedDict[int, MixturePosition] = OrderedDict([(0, MixturePosition())])
         self._last: Counter[str] = Counter()
+        self.quarantine = TaskQuarantine(quarantine)
+        self._replaced: Counter[str] = Counter()
+        """Replaced tasks of the last batch, by source."""
 
     def take(self, step: int, count: int) -> list[Task]:
         position = self._position_at(step, count)
@@ -126,12 +131,20 @@ class Mixture(TaskSource):
         tasks = [
             task
             for name, number in counts.items()
-            for task in self.pools[name].take(position.drawn.get(name, 0), number)
+            for task in self._draw(name, position.drawn.get(name, 0), number, step)
         ]
         if len(self.pools) > 1:  # a part of a batch should contain all sources
             order = generator(self.seed, "batch", step).permutation(len(tasks))
             tasks = [tasks[int(index)] for index in order]
         return _with_unique_ids(tasks)
+
+    def _draw(self, name: str, start: int, count: int, step: int) -> list[Task]:
+        pool = self.pools[name]
+        drawn = pool.take(start, count)
+        tasks, self._replaced[name] = self.quarantine.replace(
+            drawn, step, lambda: pool.take(start + count, NUM_CANDIDATES)
+        )
+        return tasks
 
     def evaluation(self, count: int) -> list[Task]:
         """Equal numbers of each source; other sources replace missing tasks."""
@@ -162,10 +175,22 @@ class Mixture(TaskSource):
                 self.success[name] = self.band.decay * before + (1 - self.band.decay) * now
         return self.metrics(step, groups)
 
+    def observe_episodes(self, step: int, episodes: Iterable[Episode]) -> None:
+        pools = self.pools
+        self.quarantine.observe(
+            step, episodes, lambda task: task.source in pools and pools[task.source].size is not None
+        )
+
+    def set_aside(self) -> list[dict[str, Any]]:
+        return self.quarantine.summary()
+
     def state(self, step: int) -> dict[str, Any]:
         position = self._positions.get(step) or self._position_at(step, sum(self._last.values()))
         behind = {name: str(value) for name, value in position.behind.items()}
-        return {"step": position.step, "drawn": dict(position.drawn), "behind": behind, "success": dict(self.success)}
+        return {
+            "step": position.step, "drawn": dict(position.drawn), "behind": behind, "success": dict(self.success),
+            "quarantine": self.quarantine.state(),
+        }  # fmt: skip
 
     def load_state(self, state: dict[str, Any]) -> None:
         if not state:
@@ -178,6 +203,7 @@ class Mixture(TaskSource):
             )
         behind = {name: Fraction(value) for name, value in state["behind"].items()}
         self.success = dict(state["success"])
+        self.quarantine.load_state(state.get("quarantine", {}))
         self._remember(MixturePosition(state["step"], dict(state["drawn"]), behind))
 
     def start_at(self, step: int) -> None:
@@ -263,6 +289,8 @@ class Mixture(TaskSource):
             metrics |= {f"data/{name}/{key}": value for key, value in seen_ids.items()}
             metrics[f"data/{name}/share"] = self._last[name] / max(size, 1)
             metrics[f"data/{name}/share_so_far"] = position.drawn.get(name, 0) / max(total, 1)
+            if self.quarantine.after:
+                metrics[f"data/{name}/set_aside"] = float(self._replaced[name])
             metrics |= {f"data/{name}/{why}": float(number) for why, number in pool.counts.items()}
             episodes = [episode for group in groups if group.task.source == name for episode in group.valid_episodes]
             if episodes and not episodes[0].is_offline:

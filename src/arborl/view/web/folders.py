@@ -32,6 +32,8 @@ MAX_IMAGES = 2000
 MAX_FILES = 4096
 """Configurations, summaries and other small files in the cache."""
 MAX_TEXT = 400
+MAX_SET_ASIDE = 50
+"""Entries of `quarantine` that are shown."""
 Stamp = tuple[int, int, int]
 
 
@@ -91,6 +93,8 @@ def run_state(folder: Path) -> dict[str, Any]:
         "after": summary["after"],
         "seconds": summary["train_seconds"],
         "failures": [_cause(one) for one in summary["failures"]],
+        "accounting": summary["accounting"],
+        "quarantine": summary["quarantine"],
         "problems": [problem for problem in (bad_config, bad_summary) if problem],
     }
 
@@ -180,7 +184,25 @@ def _plain_summary(found: Mapping[str, Any]) -> dict[str, Any]:
         "before": _numbers(found.get("before")),
         "after": _numbers(found.get("after")),
         "failures": [one for one in failures if isinstance(one, Mapping)] if isinstance(failures, list) else [],
+        "accounting": _accounting(found.get("accounting")),
+        "quarantine": _quarantine(found.get("quarantine")),
     }
+
+
+def _quarantine(found: Any) -> list[dict[str, Any]]:
+    """The list `quarantine` of summary.json: what is set aside, why, and until which step."""
+    rows = [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
+    texts = [{name: _text(one.get(name)) for name in ("what", "failure")} for one in rows[:MAX_SET_ASIDE]]
+    numbers = [{name: finite_number(one.get(name)) for name in ("failed_draws", "until_step")} for one in rows]
+    return [text | number for text, number in zip(texts, numbers, strict=False)]
+
+
+def _accounting(found: Any) -> dict[str, float]:
+    """The table `accounting` of summary.json by names as in the metrics: `started`, `dropped/stale`."""
+    if not isinstance(found, Mapping):
+        return {}
+    dropped = {f"dropped/{why}"[:MAX_TEXT]: count for why, count in list(_numbers(found.get("dropped")).items())[:40]}
+    return _numbers({name: found.get(name) for name in ("started", "trained", "pending")}) | dropped
 
 
 def look_up(config: Mapping[str, Any], path: str) -> Any:
@@ -337,6 +359,19 @@ def _progress_cached(path: Path, stamp: Stamp) -> dict[str, Any]:
         "ends": ends,
         "problem": problem,
     }
+
+
+def read_accounting(folder: Path) -> dict[str, float]:
+    """Numbers of episodes by state: of the summary, or of the last step of a run that has none; empty if unknown."""
+    if found := run_state(folder)["accounting"]:
+        return dict(found)
+    rows = [row for row in read_rows(folder)[0] if "episodes/started" in row]
+    counts = {} if not rows else {key.removeprefix("episodes/"): rows[-1][key] for key in rows[-1] if _is_state(key)}
+    return _numbers(dict(list(counts.items())[:40]))
+
+
+def _is_state(metric: str) -> bool:
+    return metric.startswith("episodes/") and metric != "episodes/dropped"
 
 
 def names_of(rows: Sequence[dict[str, Any]]) -> list[str]:

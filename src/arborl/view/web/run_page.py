@@ -34,6 +34,7 @@ def run_facts(name: str, folder: Path) -> dict[str, Any]:
     return run_row(name, folder) | {
         "execution": folders.read_execution(folder),
         "path": str(folder.resolve()),
+        "accounting": folders.read_accounting(folder),
         "agent": _short(folders.look_up(folders.read_config(folder), "agent.name")),
         "engine": _short(folders.look_up(folders.read_config(folder), "engine.name")),
     }

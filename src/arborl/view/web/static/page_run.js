@@ -69,7 +69,21 @@ function summary(name, facts) {
     h("p.faint.path", {}, visible(facts.path)),
     facts.failures.length ? h("details.notice.bad", {}, h("summary", {}, `${number(facts.failures.reduce((sum, cause) => sum + (cause.count ?? 0), 0))} failed episodes, ${number(facts.failures.length)} ${facts.failures.length === 1 ? "cause" : "causes"}`),
       h("ul", {}, facts.failures.slice(0, 20).map((cause) => h("li", {}, `${number(cause.count)} × ${visible(cause.where ?? "")}: ${visible(cause.kind ?? "")} `, h("span.faint", {}, visible(cause.message ?? "")))))) : null,
+    accounting(facts.accounting),
+    facts.quarantine.length ? h("details.notice", {}, h("summary", {}, `${number(facts.quarantine.length)} set aside because ${facts.quarantine.length === 1 ? "it fails" : "they fail"} again and again`),
+      h("ul", {}, facts.quarantine.map((one) => h("li", {}, `${visible(one.what ?? "")} until step ${number(one.until_step)}: ${number(one.failed_draws)} failed draws `, h("span.faint", {}, visible(one.failure ?? "")))))) : null,
   ];
+}
+
+/** Episodes by state: every started one is trained, dropped for a reason, or pending. */
+function accounting(counts) {
+  if (counts.started === undefined) return null;
+  const reasons = Object.keys(counts).filter((name) => name.startsWith("dropped/")).sort();
+  const dropped = reasons.reduce((sum, name) => sum + counts[name], 0);
+  const rows = [["trained", counts.trained], ...reasons.map((name) => [`dropped: ${name.slice(8)}`, counts[name]]), ["pending", counts.pending], ["started", counts.started]];
+  return h("details.accounting", {}, h("summary", {}, `${number(counts.started)} training episodes: ${number(counts.trained)} trained, ${number(dropped)} dropped, ${number(counts.pending)} pending`),
+    h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "state"), h("th.figure", { scope: "col" }, "episodes"))),
+      h("tbody", {}, rows.map(([state, count]) => h("tr", {}, h("td", {}, visible(state)), h("td.figure", {}, number(count)))))));
 }
 
 function tiles(facts) {
