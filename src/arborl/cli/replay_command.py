@@ -14,8 +14,8 @@ from arborl.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from arborl.training_run.step_replay import StepReplay
     from arborl.training_run.step_analysis import StepWithout, TokenExplanation, TokenRow
+    from arborl.training_run.step_replay import StepReplay
 
 SHOWN_METRICS = ("policy/loss", "learner/grad_norm", "policy/entropy", "policy/ratio", "policy/clipped", "policy/kl")
 MAX_DIFFERENCES = 40

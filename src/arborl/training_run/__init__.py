@@ -7,6 +7,7 @@ In reading order:
     entry_points.py   `run`, `train`, `train_async`, `evaluate`, `measure`, `replay`
     build.py          Build the objects of a run (`RunParts`) or of a server (`ServingParts`)
     part_factory.py   Find parts by name and construct them
+    fault_injection.py  `train --faults`: parts that fail on purpose
     stub_run.py       `train --stub`: small steps, scripted replies, stand-ins for what a machine lacks
     run_session.py    One run from its first evaluation to its last file
     measure.py        Evaluation of policies on the same tasks, or on prompts

@@ -31,6 +31,7 @@ from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.sandbox import ActiveLevel
 from arborl.tools.tool_loader import ToolLoader
 from arborl.track.configured_trackers import Makers, make_trackers
+from arborl.training_run.fault_injection import FaultInjector
 from arborl.training_run.part_factory import RunPartFactory
 from arborl.types import Message, Sampling
 
@@ -80,6 +81,7 @@ class RunParts:
     plan: MemoryPlan
     tracker_makers: Makers = field(default_factory=dict)
     cluster: RayCluster | None = None
+    faults: FaultInjector | None = None
 
     async def close(self) -> None:
         try:
@@ -136,7 +138,8 @@ def save_tokenizer(source: Path, renderer: Renderer, folder: Path) -> None:
 
 
 def build(config: RunConfig, objects: Mapping[str, Any] | None = None, training: bool = True) -> RunParts:
-    factory = RunPartFactory(config, objects or {}, connect=True)
+    faults = FaultInjector(config) if training and config.faults.rules else None
+    factory = RunPartFactory(config, objects or {}, connect=True, faults=faults)
     try:
         return _build(factory, training)
     except BaseException:
@@ -186,6 +189,7 @@ def _build(factory: RunPartFactory, training: bool) -> RunParts:
         sleep_mode=plan.forecast.kv_freed,
         training=training,
     )
+    engine = engine if factory.faults is None else factory.faults.engine(engine)
     rollout = factory.rollout(engine, episode_factories, sampling, episode_limits(config), rewards, given)
     settings = plan.settings(config.learner)
     if not training:
@@ -201,7 +205,7 @@ def _build(factory: RunPartFactory, training: bool) -> RunParts:
         config=config, model_folder=folder, model=model, renderer=renderer, engine=engine, source=trained,
         episode_factories=episode_factories, rollout=rollout, rewards=rewards, algorithm=algorithm, learner=learner,
         evaluator=evaluator, steps=steps, sandbox=sandbox, tools=factory.open_tools, plan=plan,
-        tracker_makers=trackers, cluster=factory.cluster,
+        tracker_makers=trackers, cluster=factory.cluster, faults=factory.faults,
     )  # fmt: skip
 
 

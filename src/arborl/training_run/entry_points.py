@@ -33,8 +33,8 @@ from arborl.training_run.stub_run import stub_run
 if TYPE_CHECKING:
     from arborl.trainer.policy_comparison import PolicyResult
     from arborl.trainer.trainer import Hook
-    from arborl.training_run.step_replay import StepReplay
     from arborl.training_run.run_session import RunSession
+    from arborl.training_run.step_replay import StepReplay
 
 T = TypeVar("T")
 
