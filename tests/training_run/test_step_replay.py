@@ -10,6 +10,7 @@ from small_runs import invoke
 import arborl
 from arborl.errors import ConfigError
 from arborl.rollout.episode_store import EpisodeStore
+from arborl.training_run import run_folder
 from arborl.training_run.build import build
 from arborl.training_run.step_analysis import (
     TokenExplainer,
@@ -19,7 +20,7 @@ from arborl.training_run.step_analysis import (
     policy_gradient,
     step_without,
 )
-from arborl.training_run.step_replay import StepReplayer
+from arborl.training_run.step_replay import StepFiles, StepReplayer
 
 SMALL = {
     "rollout.tasks_per_step": 2, "rollout.group_size": 3, "evaluation.tasks": 0, "track.tensorboard": False,
@@ -92,6 +93,9 @@ def test_the_steps_of_a_resumed_run_have_their_own_settings(tmp_path):
     shutil.rmtree(folder / "checkpoints" / "step-000001")
     result = check_equal(folder, step=2, start=0)  # across the change of settings
     assert result.weights.different == []
+    assert StepFiles.of(folder).config_file(1).name == "config.before-step-000001.yaml"
+    run_folder.remove_later_configs(folder, 0)  # as a run that is resumed before them
+    assert StepFiles.of(folder).config_file(1).name == "config.yaml"
 
 
 def test_demonstrations_beside_the_episodes_are_part_of_the_files(tmp_path):

@@ -221,6 +221,7 @@ class RunSession:
         checkpoint.rewind(self.home / "checkpoints", trainer.step)
         with suppress(FileNotFoundError):  # it is outdated from this step on
             (self.home / "summary.json").replace(self.home / f"summary.before-step-{trainer.step:06}.json")
+        run_folder.remove_later_configs(self.home, trainer.step)
         if start.changes:
             run_folder.change_config(self.home, start.before, self.config, trainer.step)
 

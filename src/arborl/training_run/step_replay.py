@@ -298,12 +298,13 @@ class StepReplayer:
         self.restore()
         return self._update(self.step, without=episodes)
 
-    def run_in_thread(self, function: Callable[[], T]) -> T:
-        """Call it as in the run: with as many threads, and with denormal numbers flushed to zero."""
+    def run_in_thread(self, function: Callable[[], T], step: int | None = None) -> T:
+        """Call it as this step of the run did: with as many threads, and with denormal numbers flushed to zero."""
         import torch
 
         self.pool = self.pool or ThreadPoolExecutor(1, "arborl-learner", torch.set_flush_denormal, (True,))
-        threads = int(self.files.metrics[self.step].get("learner/threads") or torch.get_num_threads())
+        row = self.files.metrics.get(self.step if step is None else step, {})
+        threads = int(row.get("learner/threads") or torch.get_num_threads())
 
         def run() -> T:
             torch.set_num_threads(threads)  # of this thread
@@ -346,7 +347,7 @@ class StepReplayer:
             term_log, learner.term_log = learner.term_log, None
             return ReplayedUpdate(everything, batch, term_log, metrics)
 
-        return self.run_in_thread(run)
+        return self.run_in_thread(run, step)
 
     def _after(self, step: int) -> None:
         """What a run does to the learner after a step."""
