@@ -191,7 +191,7 @@ def test_mistakes_in_the_file_say_where_and_what_to_write(tmp_path, text, messag
 
 def test_the_command_writes_the_faults_into_the_configuration(tmp_path):
     path = tmp_path / "faults.yaml"
-    path.write_text("seed: 3\nrules:\n- {part: environment, kind: raise, rate: 0.1, at: {step: 12}}\n")
+    path.write_text("faults:\n  seed: 3\n  rules:\n  - {part: environment, kind: raise, rate: 0.1, at: {step: 12}}\n")
     done = invoke("train", "--faults", str(path), "--print")
     assert done.exit_code == 0
     assert "kind: raise" in done.stdout

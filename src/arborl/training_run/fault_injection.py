@@ -55,8 +55,10 @@ class InjectedFault(RuntimeError):
 
 
 def with_faults(config: RunConfig, file: Path) -> RunConfig:
-    """The configuration with the faults of a YAML file: a list of rules, or a section with `seed` and `rules`."""
+    """The configuration with the faults of a YAML file: a list of rules, or a section with `seed` and `rules`, which
+    may stand under `faults`."""
     content = load_yaml(file)
+    content = content["faults"] if isinstance(content, Mapping) and list(content) == ["faults"] else content
     section = {"rules": content} if isinstance(content, list) else content
     if not isinstance(section, Mapping):
         raise ConfigError(f"{file}: must be a list of rules. Write - {{part: environment, kind: raise, rate: 0.1}}.")
