@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from arborl.envs import Env, Observation, Step
     from arborl.rewards import reward
     from arborl.tools import tool
-    from arborl.training_run import Run, run
+    from arborl.training_run import Run, replay, run
     from arborl.types import Episode, Message, Task
 
     __version__: str
@@ -72,7 +72,8 @@ _PACKAGES = {
     "Agent": "agents", "Env": "envs", "Episode": "types", "HPOConfig": "conversational.hpo",
     "HPOSummary": "conversational.hpo", "Message": "types", "Observation": "envs", "Run": "training_run",
     "RunConfig": "config", "Step": "envs", "Task": "types", "get_search_space": "conversational.hpo",
-    "quick_hpo": "conversational.hpo", "reward": "rewards", "run": "training_run", "tool": "tools",
+    "quick_hpo": "conversational.hpo", "replay": "training_run", "reward": "rewards", "run": "training_run",
+    "tool": "tools",
 }  # fmt: skip
 """Packages of the names that are not in `conversational`."""
 
@@ -85,7 +86,7 @@ __all__ = [
     "NeuralReward", "NeuralRewardTrainer", "Observation", "RewardFunction", "RewardResult", "Run", "RunConfig",
     "SafetyReward", "SalesAssistantReward", "SimilarityAwareReward", "Step", "TRLGRPOTrainerWrapper", "Task",
     "TaskCompletionReward", "TechnicalSupportReward", "TrainingConfig", "TrajectoryGroup", "ValueFunction",
-    "__version__", "get_config_for_task", "get_search_space", "quick_hpo", "reward", "reward_function", "run",
+    "__version__", "get_config_for_task", "get_search_space", "quick_hpo", "replay", "reward", "reward_function", "run",
     "tool", "train", "train_with_gspo",
 ]  # fmt: skip
 _MODULES = {name: f"arborl.{_PACKAGES.get(name, 'conversational')}" for name in __all__ if name != "__version__"}

@@ -15,11 +15,9 @@ from small_runs import LAKE, invoke, settled, weights
 
 import arborl
 from arborl.checkpoint.manifest import write_manifest
-from arborl.envs.env import Env, Observation, Step
 from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.rollout.episode_store import EpisodeStore
 from arborl.track.jsonl import read_metrics
-from arborl.types import Message
 
 SMALL = [*LAKE, "trainer.steps=4", "trainer.save_every=2", "evaluation.tasks=1", "deterministic=true"]
 
@@ -186,53 +184,28 @@ def test_a_state_of_another_shape_is_one_line(stub, tmp_path, state):
     assert "Traceback" not in done.output
 
 
-class Troubled(Env):
-    """Answers any message; every fourth episode it raises, hangs or pays NaN, in turn."""
-
-    count = 0
-    blocking = False
-
-    async def reset(self, task, seed):
-        Troubled.count += 1
-        self.number = Troubled.count
-        return Observation((Message("user", "Say yes."),))
-
-    async def step(self, action):
-        import asyncio
-
-        if self.number % 12 == 4:
-            raise RuntimeError("ice")
-        if self.number % 12 == 8:
-            await asyncio.sleep(3600)
-        return Step(Observation(()), reward=float("yes" in action.content.lower()), terminated=True)
-
-    def metrics(self):
-        return {"success": 1.0}
-
-
 def test_trouble_costs_single_episodes_is_named_in_the_metrics_and_the_run_goes_on(tmp_path, caplog):
-    @arborl.reward
-    def fickle(episode) -> float:
-        return float("nan") if int(episode.id[-1]) == 1 else 1.0
-
-    Troubled.count = 0
+    rules = [
+        {"part": "environment", "kind": "raise", "rate": 0.1},
+        {"part": "environment", "kind": "hang", "rate": 0.1},
+        {"part": "reward", "kind": "nan", "rate": 0.2},
+    ]
     done = arborl.run(
-        env=Troubled, rewards=["env", fickle], output_dir=tmp_path / "r", steps=2, engine="scripted",
-        **{"engine.args.replies": ["Yes.", "No."], "rollout.tasks_per_step": 3, "rollout.group_size": 4,
-           "rollout.step_seconds": 0.3, "evaluation.tasks": 0, "track.tensorboard": False},
+        output_dir=tmp_path / "r", steps=2, engine="scripted", faults={"rules": rules},
+        **{"rollout.tasks_per_step": 4, "rollout.group_size": 6, "rollout.step_seconds": 0.3, "evaluation.tasks": 0,
+           "env.args.max_steps": 2, "track.tensorboard": False},
     )  # fmt: skip
-    rows = list(read_metrics(done.folder / "metrics.jsonl"))
+    rows, counts = list(read_metrics(done.folder / "metrics.jsonl")), done.summary["faults"]
     assert len(rows) == 2
-    assert rows[0]["failed/reward 'fickle'"] == 3
-    assert rows[0]["failed/environment 'Troubled'"] == 2
-    assert rows[0]["episode/failed"] == 5
-    assert "environment 'Troubled': RuntimeError: ice" in caplog.text
+    assert all(count > 0 for count in counts.values())
+    by_env = counts["faults/environment/raise"] + counts["faults/environment/hang"]
+    assert sum(row.get("failed/environment 'frozen_lake'", 0) for row in rows) == by_env
+    assert sum(row.get("failed/reward 'environment'", 0) for row in rows) == counts["faults/reward/nan"]
+    assert "environment 'frozen_lake': InjectedFault" in caplog.text
     assert "took longer than 0.3 s" in caplog.text
-    assert "reward 'fickle'" in caplog.text
+    assert "reward 'environment': ValueError" in caplog.text
     stored = [e for path in EpisodeStore(done.folder / "episodes").paths() for e in EpisodeStore.read(path)]
-    assert (
-        sum(episode.failure is not None for episode in stored) == rows[0]["episode/failed"] + rows[1]["episode/failed"]
-    )
+    assert sum(episode.failure is not None for episode in stored) == sum(counts.values())
 
 
 def test_any_async_function_is_an_agent_and_an_environment_may_be_an_object(tmp_path):

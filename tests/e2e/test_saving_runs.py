@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import signal
 import time
 from pathlib import Path
@@ -101,31 +100,23 @@ def settings(folder: Path) -> dict[str, object]:
     return {"output_dir": folder, "engine": "scripted"} | words
 
 
-def test_a_disk_that_fills_up_in_the_background_ends_the_run_with_one_sentence(tmp_path, monkeypatch):
-    save = torch.save
+def full_disk(step: int) -> dict[str, object]:
+    rule = {"part": "disk", "kind": "full", "name": "checkpoint", "at": {"step": step}}
+    return {"faults": {"rules": [rule]}}
 
-    def full(state, path):
-        if state["done"] >= 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        save(state, path)
 
-    monkeypatch.setattr(torch, "save", full)
+def test_a_disk_that_fills_up_in_the_background_ends_the_run_with_one_sentence(tmp_path):
     with pytest.raises(DiskWriteError, match=r"step-000002: cannot be written: No space left on device\."):
-        arborl.run(**settings(tmp_path / "run"))
+        arborl.run(**settings(tmp_path / "run") | full_disk(2))
     root = tmp_path / "run" / "checkpoints"
     assert [path.name for path in root.iterdir()] == ["step-000001"]
     assert "No space left" in (tmp_path / "run" / "run.log").read_text()
-    monkeypatch.setattr(torch, "save", save)
     assert arborl.run(**settings(tmp_path / "run"), resume="latest").summary["steps"] == 6
 
 
-def test_a_full_disk_at_the_last_checkpoint_is_reported_and_the_run_is_not_finished(tmp_path, monkeypatch):
-    def full(state, path):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full)
+def test_a_full_disk_at_the_last_checkpoint_is_reported_and_the_run_is_not_finished(tmp_path):
     with pytest.raises(DiskWriteError, match="step-000006: cannot be written"):
-        arborl.run(**settings(tmp_path / "run") | {"trainer.save_every": 6})
+        arborl.run(**settings(tmp_path / "run") | {"trainer.save_every": 6} | full_disk(6))
     assert not (tmp_path / "run" / "summary.json").exists()
 
 

@@ -35,7 +35,7 @@ def groups():
 
 
 def after(keep, step):
-    asyncio.run(keep.after(SimpleNamespace(step=step), groups(), {}))
+    asyncio.run(keep.after(SimpleNamespace(step=step, demonstrations=()), groups(), {}))
 
 
 @pytest.fixture

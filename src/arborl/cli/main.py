@@ -22,6 +22,7 @@ from arborl.cli.evaluate_commands import evaluate, rollout
 from arborl.cli.init_command import init
 from arborl.cli.options import SETTINGS, AsJson, SettingsCommand
 from arborl.cli.plan_command import plan
+from arborl.cli.replay_command import replay
 from arborl.cli.run_commands import compare, convert, doctor, export, report, view
 from arborl.cli.serve_commands import chat, serve
 from arborl.cli.tools_commands import tools
@@ -95,7 +96,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-_WITH_SETTINGS: tuple[Any, ...] = (train, evaluate, rollout, tune, plan, serve, chat, doctor, export)
+_WITH_SETTINGS: tuple[Any, ...] = (train, evaluate, rollout, replay, tune, plan, serve, chat, doctor, export)
 _WITHOUT_SETTINGS: tuple[Any, ...] = (view, report, compare, convert, init)
 for _function in _WITH_SETTINGS:
     app.command(cls=SettingsCommand, context_settings=SETTINGS)(_function)

@@ -43,6 +43,9 @@ def train(
     profile: Annotated[
         bool, option("--profile", help="Write a torch profiler trace of two steps, profile.json.")
     ] = False,
+    faults: Annotated[
+        Path | None, option("--faults", metavar="FILE", help="Inject the faults of a YAML file; see docs/faults.md.")
+    ] = None,
     log_level: LogLevel = None,
 ) -> None:
     """Train a policy. Without arguments: the demo, a small model that learns to cross a frozen lake."""
@@ -59,6 +62,10 @@ def train(
         config = config.model_copy(update={"output_dir": save}) if save is not None else config
     else:
         config, resume = resume_config(file, settings, resume, trust, save)
+    if faults is not None:
+        from arborl.training_run.fault_injection import with_faults
+
+        config = with_faults(config, faults)
     if print_only or diff:
         from arborl.training_run.build import check
 

@@ -13,6 +13,7 @@ In reading order:
     engine_config.py     Engine and placement on a Ray cluster
     part_config.py       Environment, prompts, agent, context policy, reward
     tool_config.py       Tools, tool servers, MCP servers, rate limits
+    fault_config.py      Faults that a run injects into its own parts
     secrets.py           Masking of secrets in files and logs
     trust.py             Capabilities and signature of a run folder's configuration
     config_page.py       Generates docs/configuration.md

@@ -14,6 +14,7 @@ from arborl.config.config_base import Config, as_list, expand_shorthand
 from arborl.config.consistency import check_run
 from arborl.config.data_config import DataConfig, DemonstrationsConfig
 from arborl.config.engine_config import EngineConfig, PlacementConfig
+from arborl.config.fault_config import FaultsConfig
 from arborl.config.part_config import AgentPartConfig, ContextConfig, EnvConfig, NamedConfig, PartConfig, RewardConfig
 from arborl.config.rollout_config import RolloutConfig, SamplingConfig
 from arborl.config.tool_config import ToolConfig
@@ -128,6 +129,7 @@ class RunConfig(Config):
     track: TrackConfig = TrackConfig()
     sandbox: SandboxConfig = SandboxConfig()
     placement: PlacementConfig = PlacementConfig()
+    faults: FaultsConfig = FaultsConfig()
 
     @field_validator("output_dir")
     @classmethod

@@ -134,7 +134,11 @@ SIGNATURE = ".signature"
 
 
 def load_run_config(
-    config_file: Path, overrides: Sequence[str] = (), trust: bool = False, only: Collection[str] = ()
+    config_file: Path,
+    overrides: Sequence[str] = (),
+    trust: bool = False,
+    only: Collection[str] = (),
+    sections: Sequence[str] = (),
 ) -> RunConfig:
     """Load the configuration of a run folder; refuse capabilities of an unsigned one without `trust`.
 
@@ -145,10 +149,12 @@ def load_run_config(
         overrides: settings of the user, which need no trust.
         trust: allow all capabilities; they are logged.
         only: the actions that the caller may cause, as in `Capability.does`; empty for all.
+        sections: the keys whose parts the caller builds; empty for all.
     """
     config, variables = load_with_variables(config_file, overrides)
     needed = [*capabilities(config), *(Capability("", READ, (name,)) for name in variables)]
     needed = [one for one in needed if not _is_overridden(one, overrides) and (not only or one.does in only)]
+    needed = [one for one in needed if not sections or not one.key or _below(one.key, sections)]
     if not needed or is_signed(config_file):
         return config
     would = " and ".join(dict.fromkeys(map(str, needed)))

@@ -266,6 +266,8 @@ class ProcessEnv(ElsewhereEnv):
     """An environment in a process. It enforces the deadline of a call by killing the process. The time to start another
     process and to restore the state there does not count."""
 
+    has_own_deadline = True
+
     def __init__(self, env: Env, pool: ProcessPool, where: str, seconds: float):
         try:
             self.packed = pickle.dumps(env)

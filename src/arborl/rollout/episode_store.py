@@ -41,6 +41,7 @@ from arborl.types import (
 log = logging.getLogger(__name__)
 
 SCALARS = frozenset({str, int, float, bool, type(None)})
+MAX_GROUPS = 1_000_000
 EPISODE_FILE = re.compile(r"step-(\d{1,12})\.jsonl", re.ASCII)
 
 
@@ -57,12 +58,18 @@ class EpisodeStore:
         self.folder = folder
 
     def write(self, step: int, groups: Sequence[Group]) -> Path:
-        """Write the episodes of a step atomically. Writing a step again replaces the file."""
-        path = self.folder / f"step-{step:06}.jsonl"
+        """Write the episodes of a step atomically. Writing a step again replaces the file. Each line has the number of
+        its group, the number of groups, and the reward of the group's greedy episode if there is one."""
+        path = self.path(step)
         with atomic_file(path) as file:
-            for group in groups:
-                file.writelines(_line(episode_to_json(episode)) + b"\n" for episode in group.episodes)
+            for number, group in enumerate(groups):
+                place: dict[str, Any] = {"group": number, "groups": len(groups)}
+                place |= {} if group.greedy is None else {"greedy": group.greedy}
+                file.writelines(_line(episode_to_json(episode) | place) + b"\n" for episode in group.episodes)
         return path
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:06}.jsonl"
 
     def paths(self) -> list[Path]:
         files = [Path(entry.path) for entry in entries_of(self.folder) if EPISODE_FILE.fullmatch(entry.name)]
@@ -71,6 +78,29 @@ class EpisodeStore:
     @staticmethod
     def read(path: Path) -> Iterator[Episode]:
         """The episodes of a file, in order. An incomplete last line is skipped with a warning."""
+        return (episode for _, episode in EpisodeStore._rows(path))
+
+    @staticmethod
+    def read_groups(path: Path) -> list[Group]:
+        """The groups of a file, in order; groups without episodes are empty. In files that do not name the groups,
+        successive episodes of one task are a group."""
+        groups: dict[int, Group] = {}
+        size, number, seen = 0, -1, set[str]()
+        for row, episode in EpisodeStore._rows(path):
+            with episode_errors(str(path)):
+                last = groups.get(number)
+                if "group" in row:
+                    number, size = int(row["group"]), int(row["groups"])
+                    if not 0 <= number < size <= MAX_GROUPS:
+                        raise ValueError(f"group {number} of {size}")
+                elif last is None or last.task != episode.task or episode.id in seen:
+                    number, seen = number + 1, set()
+                seen.add(episode.id)
+                groups.setdefault(number, Group(episode.task, [], row.get("greedy"))).episodes.append(episode)
+        return [groups.get(at) or Group(Task(""), []) for at in range(max(size, max(groups, default=-1) + 1))]
+
+    @staticmethod
+    def _rows(path: Path) -> Iterator[tuple[Mapping[str, Any], Episode]]:
         for number, (_, line) in enumerate(read_lines(path), start=1):
             try:
                 row = parse_json(line, f"{path}: line {number}")
@@ -81,7 +111,7 @@ class EpisodeStore:
                 raise
             with episode_errors(f"{path}: line {number}"):
                 episode = episode_from_json(row)
-            yield episode
+            yield row, episode
 
 
 @contextmanager

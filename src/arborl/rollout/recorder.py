@@ -30,7 +30,6 @@ from arborl.envs.validation import number_errors, observation_errors, step_error
 from arborl.envs.wrapper import EnvWrapper
 from arborl.errors import ContextFull, EpisodeError, MaxTurns
 from arborl.rollout.deadlines import ENGINE, call_with_deadline, call_without_deadline
-from arborl.rollout.env_processes import ProcessEnv
 from arborl.seeds import derive
 from arborl.spans import span
 from arborl.types import (
@@ -279,7 +278,7 @@ class RecordedEnv(EnvWrapper):
 
     def __init__(self, env: Env, name: str, limits: EpisodeLimits, episode: Episode):
         self.env, self.where = env, f"environment {name!r}"
-        self.seconds = None if isinstance(env, ProcessEnv) else limits.step_seconds  # that one has its own deadline
+        self.seconds = None if getattr(env, "has_own_deadline", False) else limits.step_seconds
         self.limits, self.episode = limits, episode
         self.key = ""
         self.is_reset = False

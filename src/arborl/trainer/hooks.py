@@ -30,21 +30,29 @@ log = logging.getLogger(__name__)
 RESERVE_SECONDS = 1.0
 """How long a due checkpoint waits for memory that is being allocated."""
 NUM_PROFILED_STEPS = 2
+DEMONSTRATIONS = "demonstrations"
+"""Folder of the demonstrations, beside the episode files."""
 ShowEpisodes = Callable[[int, Sequence[Group]], Awaitable[object]]
 
 
 class WriteEpisodes:
-    """Write every episode of the step in the background. An error ends the run a step later. The file of a step may
-    follow its metrics a moment later, and always precedes its checkpoint."""
+    """Write every episode of the step in the background, and the demonstrations that were trained on beside them. An
+    error ends the run a step later. The file of a step may follow its metrics a moment later, and always precedes its
+    checkpoint."""
 
     def __init__(self, folder: Path):
-        self.store = EpisodeStore(folder)
+        self.store, self.demonstrations = EpisodeStore(folder), EpisodeStore(folder / DEMONSTRATIONS)
         self.background = checkpoint.BackgroundWriter("an episode file")
         self.latest: Future[Any] | None = None
 
     async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:
-        self.background.start(partial(self.store.write, trainer.step, groups))
+        self.background.start(partial(self._write, trainer.step, groups, trainer.demonstrations))
         self.latest = self.background.job
+
+    def _write(self, step: int, groups: Sequence[Group], demonstrations: Sequence[Group]) -> None:
+        self.store.write(step, groups)
+        if demonstrations:
+            self.demonstrations.write(step, demonstrations)
 
     def flush(self) -> None:
         """Wait until all files are written; raise if one could not be. May be called in any thread."""
@@ -218,7 +226,7 @@ def term_columns(batch: CreditedBatch, groups: Sequence[Group]) -> Columns:
     """The columns of a terms file: trained terms of episodes that are in the step's episode file."""
     terms, place = batch.terms, batch.terms.place
     assert place is not None
-    episode, call, index = (column[place] for column in _term_places(batch.groups, groups))
+    episode, call, index = (column[place] for column in term_places(batch.groups, groups))
     numbers = {name: getattr(batch.log, name)[place] for name in ("logprob", "entropy", "ratio", "loss", "pull")}
     numbers |= {"advantage": terms.advantage, "weight": terms.weight}
     rows = (episode >= 0) & np.isfinite(numbers["logprob"])
@@ -226,7 +234,7 @@ def term_columns(batch: CreditedBatch, groups: Sequence[Group]) -> Columns:
     return columns | {name: numbers[name][rows] for name in VALUE_COLUMNS}
 
 
-def _term_places(kept: Sequence[Group], groups: Sequence[Group]) -> tuple[Ints, Ints, Ints]:
+def term_places(kept: Sequence[Group], groups: Sequence[Group]) -> tuple[Ints, Ints, Ints]:
     """Of each term: its episode in the file (-1 if absent), its call in the episode, its token in the call."""
     episodes = [episode for group in groups for episode in group.episodes]
     line = {id(episode): number for number, episode in enumerate(episodes)}

@@ -28,13 +28,12 @@ from arborl.rewards.reward import Rewards
 from arborl.rollout.accounting import EpisodeAccounting, EpisodeKey
 from arborl.rollout.pipeline import Pipeline
 from arborl.rollout.runner import Rollout
-from arborl.rollout.token_trees import downsample_branches
 from arborl.seeds import derive
 from arborl.spans import end_open_spans, span
 from arborl.track.tracker import Tracker
-from arborl.trainer.step_metrics import SKIPPED_COUNTERS, batch_metrics, episode_metrics
+from arborl.trainer.step_metrics import SKIPPED_COUNTERS, episode_metrics
 from arborl.trainer.system_usage import SystemUsage
-from arborl.trainer.training_batch import episode_outcomes, prepare_batch
+from arborl.trainer.training_batch import credited_batch
 from arborl.trainer.weight_probe import WeightSyncProbe
 from arborl.types import Group, Metrics, Terms
 
@@ -168,6 +167,8 @@ class Trainer:
         )  # fmt: skip
         self.thread = LearnerThread()
         self.credited: CreditedBatch | None = None
+        self.demonstrations: Sequence[Group] = ()
+        """Those that the last update trained on beside its groups."""
         self.train_seconds = 0.0
         self.idle_since = time.perf_counter()
         self.usage = SystemUsage()
@@ -202,12 +203,12 @@ class Trainer:
         with timer("score"):
             await self._score(groups, greedy)
         with timer("learn"):
-            demonstrations = self.rollout.offline_groups(self.source.beside(self.step))
-            self.accounting.add(self.step, demonstrations)
+            self.demonstrations = self.rollout.offline_groups(self.source.beside(self.step))
+            self.accounting.add(self.step, self.demonstrations)
             run_update = await self._pause_for_update()
             with span("arborl.learn"):
                 metrics = self._sampling_metrics(timer, losses)
-                metrics |= await run_update(self._credit_and_update, groups, demonstrations, seed)
+                metrics |= await run_update(self._credit_and_update, groups, self.demonstrations)
         if not self.engine.follows_weights:  # its replies are not the policy's: there is no difference to report
             metrics = {name: value for name, value in metrics.items() if not name.startswith(ROLLOUT_GAP)}
         self.step += 1  # from here on the step is done, whatever interrupts
@@ -244,27 +245,19 @@ class Trainer:
 
     # -------------------------------------------------------------------------------------------- credit and update
 
-    def _credit_and_update(self, groups: Sequence[Group], demonstrations: Sequence[Group], seed: int) -> Metrics:
+    def _credit_and_update(self, groups: Sequence[Group], demonstrations: Sequence[Group]) -> Metrics:
         """Runs in the learner's thread, while episodes of later steps are collected."""
-        kept, forest, terms = prepare_batch(
-            self.algorithm, self.learner, [*groups, *demonstrations], schema_masks=self.rollout.schema_masks
+        batch = credited_batch(
+            self.algorithm, self.learner, self.config, [*groups, *demonstrations], self.step, self.rollout.schema_masks
         )
-        metrics = episode_metrics(groups) | self.source.observe(self.step, groups)
-        self.outcomes = episode_outcomes([*groups, *demonstrations], kept, terms, self.algorithm.drop_reasons())
-        terms = self.algorithm.credit(kept, terms)
-        config, dropped = self.config.learner, Metrics()
-        if config.max_samples_per_trajectory is not None:
-            seed = derive(seed, "thin")
-            forest, terms, dropped = downsample_branches(
-                kept, terms, config.max_samples_per_trajectory, config.downsample_mode, seed
-            )
-        metrics |= batch_metrics(forest, terms, self.step) | self.algorithm.metrics() | dropped
-        episode_ids = [episode.id for group in kept for episode in group.valid_episodes]
+        metrics = episode_metrics(groups) | self.source.observe(self.step, groups) | batch.metrics
+        terms, self.outcomes = batch.terms, batch.outcomes
         self.learner.term_log = self.credited = None
         if self.config.track.terms and terms.place is not None and len(terms):
             self.learner.term_log = TermLog(1 + int(terms.place.max()))
-            self.credited = CreditedBatch(kept, terms, self.learner.term_log)
-        return metrics | SKIPPED_COUNTERS | self.learner.update(forest.trees, terms, self.algorithm, episode_ids)
+            self.credited = CreditedBatch(batch.groups, terms, self.learner.term_log)
+        metrics |= SKIPPED_COUNTERS | {"learner/threads": float(torch.get_num_threads())}
+        return metrics | self.learner.update(batch.forest.trees, terms, self.algorithm, batch.episode_ids)
 
     async def _pause_for_update(self) -> Callable[..., Awaitable[Metrics]]:
         """Pause an engine that shares weights or device with the learner; returns how to run the update."""

@@ -1,20 +1,24 @@
-"""The training batch of a step: token trees and terms, with the log-probabilities and values that credit needs."""
+"""The training batch of a step: token trees and terms, with log-probabilities, values, advantages and weights."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from arborl.algorithms.recipe import Algorithm, AlgorithmNeeds
 from arborl.algorithms.reward_arrays import cut_rows
+from arborl.config.run_config import RunConfig
 from arborl.errors import EpisodeError
 from arborl.learner.core.learner import Learner
 from arborl.learner.distributed.learner_group import LearnerGroup
 from arborl.rollout.accounting import NO_TERMS, NOT_SELECTED, TRAINED, EpisodeKey, episode_key, failure_reason
-from arborl.rollout.token_trees import SchemaMasks, build_token_trees
-from arborl.types import NOT_SAMPLED, Forest, Group, Terms
+from arborl.rollout.token_trees import SchemaMasks, build_token_trees, downsample_branches
+from arborl.seeds import derive
+from arborl.trainer.step_metrics import batch_metrics
+from arborl.types import NOT_SAMPLED, Forest, Group, Metrics, Terms
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +28,46 @@ COLUMN_SOURCES = {
     "teacher": "teacher",
 }  # fmt: skip
 """The model that computes each column of the terms."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """What the learner trains on in one step."""
+
+    groups: list[Group]
+    """The groups that have a gradient, without unusable episodes."""
+    forest: Forest
+    terms: Terms
+    outcomes: dict[EpisodeKey, str]
+    """Of each episode: whether it is trained, or why not."""
+    metrics: Metrics
+
+    @property
+    def episode_ids(self) -> list[str]:
+        return [episode.id for group in self.groups for episode in group.valid_episodes]
+
+
+def credited_batch(
+    algorithm: Algorithm,
+    learner: Learner | LearnerGroup,
+    config: RunConfig,
+    groups: Sequence[Group],
+    step: int,
+    schema_masks: SchemaMasks | None = None,
+) -> TrainingBatch:
+    """The batch with advantages and weights; `step` steps are done before it. With
+    `learner.max_samples_per_trajectory` it has some branches of each episode."""
+    kept, forest, terms = prepare_batch(algorithm, learner, groups, schema_masks=schema_masks)
+    outcomes = episode_outcomes(groups, kept, terms, algorithm.drop_reasons())
+    terms = algorithm.credit(kept, terms)
+    settings, dropped = config.learner, Metrics()
+    if settings.max_samples_per_trajectory is not None:
+        seed = derive(derive(config.seed, "step", step), "thin")
+        forest, terms, dropped = downsample_branches(
+            kept, terms, settings.max_samples_per_trajectory, settings.downsample_mode, seed
+        )
+    metrics = batch_metrics(forest, terms, step) | algorithm.metrics() | dropped
+    return TrainingBatch(kept, forest, terms, outcomes, metrics)
 
 
 def prepare_batch(

@@ -1,4 +1,5 @@
-"""Build the objects of a run from its configuration: `build` for training and evaluation, `build_served` for serving.
+"""Build the objects of a run from its configuration: `build` for training and evaluation, `build_served` for serving,
+`build_learner` for an update alone.
 
 Mistakes in a configuration are found here before anything is written; those that need no model, before torch is
 imported.
@@ -30,6 +31,7 @@ from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.sandbox import ActiveLevel
 from arborl.tools.tool_loader import ToolLoader
 from arborl.track.configured_trackers import Makers, make_trackers
+from arborl.training_run.fault_injection import FaultInjector
 from arborl.training_run.part_factory import RunPartFactory
 from arborl.types import Message, Sampling
 
@@ -79,6 +81,7 @@ class RunParts:
     plan: MemoryPlan
     tracker_makers: Makers = field(default_factory=dict)
     cluster: RayCluster | None = None
+    faults: FaultInjector | None = None
 
     async def close(self) -> None:
         try:
@@ -117,6 +120,15 @@ class ServingParts:
         return load_policy(self.config, check_model(folder)).state_dict()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerParts:
+    config: RunConfig
+    renderer: Renderer
+    sampling: Sampling
+    algorithm: Algorithm
+    learner: Learner
+
+
 def save_tokenizer(source: Path, renderer: Renderer, folder: Path) -> None:
     """Copy the tokenizer files, and write the chat template in use."""
     for name in TOKENIZER_FILES:
@@ -126,7 +138,8 @@ def save_tokenizer(source: Path, renderer: Renderer, folder: Path) -> None:
 
 
 def build(config: RunConfig, objects: Mapping[str, Any] | None = None, training: bool = True) -> RunParts:
-    factory = RunPartFactory(config, objects or {}, connect=True)
+    faults = FaultInjector(config) if training and config.faults.rules else None
+    factory = RunPartFactory(config, objects or {}, connect=True, faults=faults)
     try:
         return _build(factory, training)
     except BaseException:
@@ -143,8 +156,7 @@ def _build(factory: RunPartFactory, training: bool) -> RunParts:
     check_device(config)
     warn_high_learning_rate(config, training)
     folder, renderer = _find_model(config)
-    critic_name = config.learner.critic_from
-    critic_folder = check_model(resolve(critic_name, "learner.critic_from")) if critic_name is not None else None
+    critic_folder = _critic_folder(config)
     given = OfflineEpisodes.of(config, renderer)
     source, steps = factory.source(renderer, given)
     factory.check_tasks(source, rewards, renderer)
@@ -177,6 +189,7 @@ def _build(factory: RunPartFactory, training: bool) -> RunParts:
         sleep_mode=plan.forecast.kv_freed,
         training=training,
     )
+    engine = engine if factory.faults is None else factory.faults.engine(engine)
     rollout = factory.rollout(engine, episode_factories, sampling, episode_limits(config), rewards, given)
     settings = plan.settings(config.learner)
     if not training:
@@ -192,8 +205,32 @@ def _build(factory: RunPartFactory, training: bool) -> RunParts:
         config=config, model_folder=folder, model=model, renderer=renderer, engine=engine, source=trained,
         episode_factories=episode_factories, rollout=rollout, rewards=rewards, algorithm=algorithm, learner=learner,
         evaluator=evaluator, steps=steps, sandbox=sandbox, tools=factory.open_tools, plan=plan,
-        tracker_makers=trackers, cluster=factory.cluster,
+        tracker_makers=trackers, cluster=factory.cluster, faults=factory.faults,
     )  # fmt: skip
+
+
+def build_learner(config: RunConfig, objects: Mapping[str, Any], steps: int) -> LearnerParts:
+    """What an update needs, in one process: no environment, engine, tool or reward is made. The weights are those
+    before the first of `steps` steps."""
+    from arborl.learner.core.memory_plan import plan_memory
+    from arborl.learner.core.teacher import teacher_of
+
+    factory = RunPartFactory(config, objects)
+    check_device(config)
+    folder, renderer = _find_model(config)
+    critic_folder = _critic_folder(config)
+    _set_up_torch(config)
+    algorithm = factory.algorithm()
+    config = factory.config = resolve_dtype(config)
+    model = _load_checked_policy(config, folder, renderer)
+    origin, teacher = _load_critic_origin(critic_folder, folder, model), teacher_of(config, folder)
+    settings = plan_memory(model, config, algorithm.needs).settings(config.learner)
+    settings = settings.model_copy(update={"strategy": "single", "ranks": 1})
+    sampling = training_sampling(config, renderer)
+    spec = _learner_spec(config, settings, sampling, algorithm.needs, steps, folder, critic_folder)
+    learner = spec.build(model, origin, teacher)
+    learner.check_paths()
+    return LearnerParts(config=config, renderer=renderer, sampling=sampling, algorithm=algorithm, learner=learner)
 
 
 def build_served(config: RunConfig, objects: Mapping[str, Any] | None = None) -> ServingParts:
@@ -330,6 +367,11 @@ def _load_checked_policy(config: RunConfig, folder: Path, renderer: Renderer) ->
             "Write a folder whose tokenizer.json is the model's own."
         )
     return model
+
+
+def _critic_folder(config: RunConfig) -> Path | None:
+    name = config.learner.critic_from
+    return check_model(resolve(name, "learner.critic_from")) if name is not None else None
 
 
 def _load_critic_origin(critic_folder: Path | None, folder: Path, model: PreTrainedModel) -> CriticInit | None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from arborl.trainer.policy_comparison import PolicyResult
     from arborl.trainer.trainer import Hook
     from arborl.training_run.run_session import RunSession
+    from arborl.training_run.step_replay import StepReplay
 
 T = TypeVar("T")
 
@@ -54,6 +55,14 @@ class Run:
             run.evaluate(["evaluation.tasks=500"])["greedy"]["success"]
         """
         return evaluate(str(self.folder), overrides, self.objects, trust=True)
+
+    def replay(self, step: int) -> StepReplay:
+        """Run an optimizer step again from the files of the run, with the objects of the run.
+
+        Example:
+            run.replay(12).equal
+        """
+        return replay(self.folder, step, objects=self.objects, trust=True)
 
     def view(self) -> Path:
         """Open the report in a browser; returns its path."""
@@ -210,6 +219,32 @@ def evaluate(
         trust: import parts that an unsigned run folder names.
     """
     return {one.decoding: one.metrics for one in measure([path], MeasureOptions(overrides, trust=trust), objects)}
+
+
+def replay(
+    run: str | Path,
+    step: int,
+    overrides: Sequence[str] = (),
+    objects: Mapping[str, Any] | None = None,
+    trust: bool = False,
+) -> StepReplay:
+    """Run an optimizer step again from the files of its run, and compare it with the recorded one.
+
+    Example:
+        result = arborl.replay("runs/frozen-lake-001", step=12)
+        result.equal, result.differences
+
+    Args:
+        run: the run folder.
+        step: number of the update, from 1.
+        overrides: settings as on the command line that replace those of the run.
+        objects: Python objects of parts, by their names in the configuration.
+        trust: import parts that an unsigned run folder names.
+    """
+    from arborl.training_run.step_replay import StepReplayer
+
+    with StepReplayer(Path(run), step, overrides, objects, trust) as replayer:
+        return replayer.replay()
 
 
 def measure(

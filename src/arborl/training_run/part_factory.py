@@ -46,6 +46,7 @@ from arborl.sandbox import ActiveLevel
 from arborl.tools import TOOLS, AnyTool
 from arborl.tools.core.toolbox import warn_incomplete_specs
 from arborl.tools.tool_loader import ToolLoader, merge_tool_args, warn_foreign_variables
+from arborl.training_run.fault_injection import FaultInjector
 from arborl.types import Message, Sampling, Task
 
 if TYPE_CHECKING:  # needs torch
@@ -58,8 +59,14 @@ if TYPE_CHECKING:  # needs torch
 class RunPartFactory:
     """Constructs the parts of a run; each is checked once at the start."""
 
-    def __init__(self, config: RunConfig, objects: Mapping[str, Any], connect: bool = False):
-        self.config, self.objects = config, objects
+    def __init__(
+        self,
+        config: RunConfig,
+        objects: Mapping[str, Any],
+        connect: bool = False,
+        faults: FaultInjector | None = None,
+    ):
+        self.config, self.objects, self.faults = config, objects, faults
         self.open_tools = ToolLoader(lambda name: self.find(TOOLS, name), connect)
         self.made: list[Any] = []
         self.cluster: RayCluster | None = None
@@ -171,13 +178,14 @@ class RunPartFactory:
             )
             made[name] = [tool for entry in entries for tool in self.open_tools.load(*entry)]
         warn_incomplete_specs({tool.name: tool for some in made.values() for tool in some}.values())
-        return made
+        return made if self.faults is None else self.faults.tools(made)
 
     def rewards(self) -> Rewards:
         by_source = parts_by_source(self.config)
         run = self._rewards(by_source.pop(""))
         names = [name for name, source in self.config.data.sources.items() if source.rewards is not None]
-        return RewardsBySource(run, {name: self._rewards(by_source[name]) for name in names}) if names else run
+        made = RewardsBySource(run, {name: self._rewards(by_source[name]) for name in names}) if names else run
+        return made if self.faults is None else self.faults.rewards(made)
 
     def _rewards(self, source_parts: SourceParts) -> Rewards:
         """Rewards with their weights. A function is a reward; a class is called with its `args`."""
@@ -260,11 +268,12 @@ class RunPartFactory:
         given: OfflineEpisodes,
     ) -> Rollout:
         settings = self.config.rollout
-        workers = Workers(settings.workers, settings.envs_per_process)
+        make_workers = Workers if self.faults is None else self.faults.workers
+        workers = make_workers(settings.workers, settings.envs_per_process)
         if self.cluster is not None and self.config.placement.env_workers:
             from arborl.cluster.placement.ray_environments import environment_processes
 
-            workers = Workers("process", processes=environment_processes(self.cluster))
+            workers = make_workers("process", processes=environment_processes(self.cluster))
         keep = self.find(FILTERS, settings.group_filter) if settings.group_filter is not None else None
         training = GroupOptions(settings.redundancy, settings.group_seconds, keep, rewards.judge, rewards.score)
         tape = (

@@ -163,6 +163,14 @@ def change_config(folder: Path, before: RunConfig, now: RunConfig, step: int) ->
     write_config(folder, now)
 
 
+def remove_later_configs(folder: Path, step: int) -> None:
+    """Delete the former settings of steps that will be run again: they no longer belong to these steps."""
+    for path in folder.glob("config.before-step-*.yaml"):
+        number = path.stem.removeprefix("config.before-step-")
+        if number.isdecimal() and int(number) > step:
+            path.unlink(missing_ok=True)
+
+
 def write_json(path: Path, content: dict[str, Any]) -> Path:
     with disk_errors(path):
         path.write_text(json.dumps(content, indent=2) + "\n")

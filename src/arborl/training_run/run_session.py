@@ -178,9 +178,14 @@ class RunSession:
 
     def _trainer(self) -> tuple[Trainer, SaveCheckpoints]:
         parts, config = self.parts, self.config
-        state = {"before": self.before, "config": mask_secrets(to_plain(config))}
+        state: dict[str, Any] = {"before": self.before, "config": mask_secrets(to_plain(config))}
+        write_tokenizer: Callable[[Path], None] = parts.save_tokenizer
+        if parts.faults is not None:
+            state["faults"] = parts.faults.state()
+            parts.faults.episode_files(self.episodes)
+            write_tokenizer = parts.faults.checkpoint_files(write_tokenizer)
         save = SaveCheckpoints(
-            self.home / "checkpoints", config.trainer.save_every, config.trainer.keep, state, parts.save_tokenizer,
+            self.home / "checkpoints", config.trainer.save_every, config.trainer.keep, state, write_tokenizer,
             self.episodes.flush,
         )  # fmt: skip
         hooks: list[Hook] = [self.episodes] if config.track.episodes else []
@@ -194,7 +199,7 @@ class RunSession:
             hooks.append(RefreshReference(config.demonstrations.steps))
         if (config.evaluation.every or config.demonstrations.steps) and config.evaluation.tasks:
             hooks.append(self.held_out)
-        hooks += [self.recovery, *self.hooks]
+        hooks += [self.recovery, *self.hooks, *([parts.faults] if parts.faults is not None else [])]
         trainer = Trainer(
             config, parts.source, parts.rollout, parts.rewards, parts.algorithm, parts.learner, parts.engine,
             Trackers([]), hooks, save, parts.steps,
@@ -210,10 +215,13 @@ class RunSession:
             return
         trainer.restore(start.state)
         self._set_before(start.state["before"], save)
+        if self.parts.faults is not None:
+            self.parts.faults.load_state(start.state.get("faults", {}))
         self.parts.learner.load(start.folder)
         checkpoint.rewind(self.home / "checkpoints", trainer.step)
         with suppress(FileNotFoundError):  # it is outdated from this step on
             (self.home / "summary.json").replace(self.home / f"summary.before-step-{trainer.step:06}.json")
+        run_folder.remove_later_configs(self.home, trainer.step)
         if start.changes:
             run_folder.change_config(self.home, start.before, self.config, trainer.step)
 
@@ -233,6 +241,7 @@ class RunSession:
         sandbox = [f"code runs under {self.parts.sandbox}"] if self.parts.sandbox is not None else []
         cluster = [f"on {self.parts.cluster}"] if self.parts.cluster is not None else []
         stub = "stub, scripted replies: " if config.stub else ""
+        stub += "with injected faults: " if self.parts.faults is not None else ""
         view = f"into {self.home}   (arborl view {shlex.quote(str(self.home))})"
         return [f"{config.name}: {stub}{what}", view, *self._sizes(), *sandbox, *cluster]
 
@@ -289,6 +298,8 @@ class RunSession:
         } | more
         if self.config.stub:
             self.summary["stub"] = True
+        if self.parts.faults is not None:
+            self.summary["faults"] = dict(self.parts.faults.counts)
         if self.parts.sandbox is not None:
             self.summary["sandbox"] = str(self.parts.sandbox)
         run_folder.write_json(self.home / "summary.json", self.summary)

@@ -129,7 +129,7 @@ def load_checkpoint(learner: Learner, folder: Path) -> None:
 
 def _load_files(learner: Learner, folder: Path) -> dict[str, Any]:
     """Load a checkpoint of one process; returns the content of `optimizer.pt`."""
-    weights = _read_weights(learner.model, folder / "model")
+    weights = read_weights(learner.model, folder / "model")
     with single_line_errors(folder / "model"):
         if has_lora(learner.model):
             trained = [name for name, p in learner.model.named_parameters() if p.requires_grad]
@@ -137,7 +137,7 @@ def _load_files(learner: Learner, folder: Path) -> dict[str, Any]:
         _set_weights(learner, learner.model, weights)
     if learner.reference is not None:
         with learner.with_reference():
-            _set_weights(learner, learner.reference, _read_weights(learner.reference, folder / "reference"))
+            _set_weights(learner, learner.reference, read_weights(learner.reference, folder / "reference"))
     state = read_optimizer_state(folder)
     with single_line_errors(folder / OPTIMIZER_FILE):
         _load_training_tensors(learner, state, weights)
@@ -175,7 +175,8 @@ def _set_weights(learner: Learner, model: PreTrainedModel, weights: dict[str, Te
                 local_shard(parameter).copy_(shard_of(weights[name], parameter))
 
 
-def _read_weights(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+def read_weights(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+    """The weights of a saved policy such as `model`, by the names of `model_tensors`."""
     if (folder / "adapter_model.safetensors").exists():
         from safetensors.torch import load_file
 

@@ -100,7 +100,10 @@ class UpdateSums:
         new_M, pull_M = outputs.logprob_M.detach(), outputs.logprob_M.grad
         ratio_M = parts.get("policy/ratio", ratio(new_M - terms.old_M))
         pull_M = torch.zeros_like(new_M) if pull_M is None else pull_M / scale
-        vectors = (new_M, outputs.entropy_M, ratio_M, loss_M * terms.weight_M, pull_M)
+        clipped = [vector for name, vector in parts.items() if name.endswith("policy/clipped")]
+        unknown_M = torch.full_like(new_M, torch.nan)
+        clipped_M = (torch.stack(clipped).sum(0) != 0).to(new_M) if clipped else unknown_M
+        vectors = (new_M, outputs.entropy_M, ratio_M, loss_M * terms.weight_M, pull_M, clipped_M)
         self.records.append(TermRecord(batch.terms.place, *(column.detach() for column in vectors)))
 
     def metrics(self, ranks: RankGroup = SINGLE_RANK) -> Metrics:
@@ -140,17 +143,18 @@ class TermRecord:
     ratio_M: Tensor
     loss_M: Tensor  # weighted: the sum is the loss of the step
     pull_M: Tensor  # derivative of the loss with respect to the log-probability
+    clipped_M: Tensor  # 1 if the loss clipped its ratio; NaN for losses without clipping
 
 
 class TermLog:
     """Per-token results of an update, one row per term of the forest; NaN for terms that were not trained. `logprob`
-    and `entropy` are those before the weights moved, `ratio` and `loss` those of the last optimizer step. `pull` is
+    and `entropy` are those before the weights moved, `ratio`, `clipped` and `loss` those of the last step. `pull` is
     the derivative of the loss with respect to the log-probability, summed over steps: negative if the token became
     more likely."""
 
     def __init__(self, size: int):
-        self.logprob, self.entropy, self.ratio, self.loss, self.pull = (
-            np.full(size, np.nan, dtype=np.float32) for _ in range(5)
+        self.logprob, self.entropy, self.ratio, self.loss, self.pull, self.clipped = (
+            np.full(size, np.nan, dtype=np.float32) for _ in range(6)
         )
 
     def add(self, records: Sequence[TermRecord]) -> None:
@@ -160,12 +164,13 @@ class TermLog:
             self.logprob[at] = np.where(first, _to_numpy(record.logprob_M), self.logprob[at])
             self.entropy[at] = np.where(first, _to_numpy(record.entropy_M), self.entropy[at])
             self.ratio[at], self.loss[at] = _to_numpy(record.ratio_M), _to_numpy(record.loss_M)
+            self.clipped[at] = _to_numpy(record.clipped_M)
             self.pull[at] = np.where(first, 0.0, self.pull[at]) + _to_numpy(record.pull_M)
 
     def merge(self, other: TermLog) -> None:
         """Take the rows that another rank trained."""
         known = np.isfinite(other.logprob)
-        for name in ("logprob", "entropy", "ratio", "loss", "pull"):
+        for name in ("logprob", "entropy", "ratio", "loss", "pull", "clipped"):
             getattr(self, name)[known] = getattr(other, name)[known]
 
 
