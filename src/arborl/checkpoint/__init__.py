@@ -14,9 +14,11 @@ from arborl.checkpoint.checkpoint import (
     find,
     has_checkpoints,
     load_state,
+    newest_usable,
     resolve_path,
     rewind,
     save,
+    steps_around_age,
 )
 from arborl.checkpoint.manifest import DamagedCheckpoint
 
@@ -29,7 +31,9 @@ __all__ = [
     "find",
     "has_checkpoints",
     "load_state",
+    "newest_usable",
     "resolve_path",
     "rewind",
     "save",
+    "steps_around_age",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -117,8 +117,9 @@ class SaveCheckpoints:
         extra: dict[str, Any],
         write_extra: Callable[[Path], None],
         flush: Callable[[], None] = lambda: None,
+        also: Callable[[Sequence[int]], Collection[int]] = lambda steps: (),
     ):
-        self.root, self.every, self.keep = root, every, keep
+        self.root, self.every, self.keep, self.also = root, every, keep, also
         self.extra, self.write_extra, self.flush = extra, write_extra, flush
         self.background = checkpoint.BackgroundWriter()
         self.spent = {"time/checkpoint": 0.0, "time/checkpoint_written": 0.0}
@@ -190,7 +191,7 @@ class SaveCheckpoints:
             self.write_extra(folder / "model")
             self.flush()
 
-        path = checkpoint.save(self.root, step, write, state, self.keep)
+        path = checkpoint.save(self.root, step, write, state, self.keep, self.also)
         seconds = time.perf_counter() - start
         self.spent["time/checkpoint_written"] += seconds
         self.written = path, state

@@ -21,6 +21,7 @@ from arborl.config.run_config import RunConfig
 from arborl.data.task_source import TaskSource
 from arborl.diagnosis.run_monitor import DiagnosisMonitor, FailureMonitor
 from arborl.engines.engine import Engine
+from arborl.errors import AlarmStopped
 from arborl.learner.core.learner import Learner
 from arborl.learner.core.update_metrics import ROLLOUT_GAP, TermLog
 from arborl.learner.distributed.learner_group import LearnerGroup
@@ -292,7 +293,8 @@ class Trainer:
         return metrics | {"rollout/sampled_per_second": rate}
 
     async def _report(self, groups: Sequence[Group], metrics: Metrics, timer: StageTimer) -> None:
-        """Run the hooks, log the metrics, warn of steps without learning, stop if nearly every episode fails."""
+        """Run the hooks, log the metrics, warn of steps without learning, stop if nearly every episode fails or an alarm
+        holds."""
         self.train_seconds += timer.metrics()["time/step"]
         try:
             for hook in self.hooks:
@@ -306,6 +308,9 @@ class Trainer:
         episodes = [episode for group in groups for episode in group.episodes]
         num_episodes = len(episodes) + int(metrics["rollout/filtered_episodes"])
         self.failure_monitor.check("step", self.step, [*episodes, *self.rollout.take_dropped_failures()], num_episodes)
+        alarm = self.diagnosis_monitor.alarm() if self.config.trainer.on_alarm != "warn" else None
+        if alarm is not None:  # before the checkpoint of this step
+            raise AlarmStopped(alarm)
 
     def _idle_seconds(self, timer: StageTimer) -> Metrics:
         now = time.perf_counter()

@@ -19,12 +19,14 @@ from arborl.config.algorithm_config import is_custom
 from arborl.config.config_base import to_plain
 from arborl.config.secrets import mask_secrets
 from arborl.diagnosis.step_rules import step_remark
-from arborl.errors import LearnerRankLost, RunStopped
+from arborl.errors import AlarmStopped, LearnerRankLost, RunStopped
+from arborl.learner.distributed.learner_group import LearnerGroup
 from arborl.registry import short_name
 from arborl.rollout.episode_store import EpisodeStore
 from arborl.track import Console, JsonlTracker, TensorBoardTracker, Tracker, Trackers, table_before_after
 from arborl.track.background_tracker import BackgroundTracker
 from arborl.track.console import thousands
+from arborl.track.jsonl import read_metrics
 from arborl.track.run_log import RunLog
 from arborl.track.timeline import Timeline
 from arborl.track.tracing import traced
@@ -41,6 +43,7 @@ from arborl.trainer.hooks import (
 )
 from arborl.trainer.trainer import Hook, Trainer
 from arborl.training_run import run_folder
+from arborl.training_run.alarm_recovery import AlarmRecovery
 from arborl.training_run.artifacts import EpisodeRenderer, write_artifacts
 from arborl.training_run.build import RunParts
 from arborl.training_run.rank_recovery import RankRecovery
@@ -66,10 +69,12 @@ class RunSession:
         saving: Callable[[], None] = lambda: None,
         hooks: Sequence[Hook] = (),
         recovery: RankRecovery | None = None,
+        alarms: AlarmRecovery | None = None,
         warnings: Sequence[logging.LogRecord] = (),
     ):
         self.parts, self.config, self.home, self.start = parts, parts.config, home, start
         self.saving, self.hooks, self.recovery = saving, list(hooks), recovery or RankRecovery(0)
+        self.alarms = alarms or AlarmRecovery(self.config)
         self.start_time = time.monotonic()
         self.before: Metrics = {}
         self.log = RunLog(home / "run.log", to_plain(self.config), warnings)
@@ -77,6 +82,7 @@ class RunSession:
         self.summary: dict[str, Any] = {}
         self.execution: dict[str, str] = {}
         self.status = "failed"
+        self.rolled_back: list[str] = []
         track = self.config.track
         self.render: EpisodeRenderer | None = None
         if track.render_every:
@@ -128,12 +134,20 @@ class RunSession:
                 if not self.recovery.count(lost, trainer.step, {first: self.start_time} | save.snapshot_times):
                     self._summarise(trainer, {}, stopped=True)
                 raise
+            except AlarmStopped as stopped:
+                self.episodes.close()
+                save.close()
+                can_restart = (
+                    not isinstance(self.parts.learner, LearnerGroup) or self.parts.learner.launcher is not None
+                )
+                self.alarms.react(stopped, self.home, can_restart)
+                if not stopped.restarts:
+                    await self._report_stop(trainer, console, alarm=stopped.alarm.as_json())
+                raise
             except RunStopped:
                 if trainer.step > 0:
                     self._save(trainer, save, console)
-                self._summarise(trainer, {}, stopped=True)
-                written = await write_artifacts(self.parts, self.home, [], trainer.step)
-                console.note(f"The report is {written.get('report', self.home)}")
+                await self._report_stop(trainer, console)
                 raise
             finally:
                 self.episodes.close()
@@ -141,13 +155,18 @@ class RunSession:
                 await self.parts.close()
         return await self._finish(trainer, after)
 
+    async def _report_stop(self, trainer: Trainer, console: Console, **more: Any) -> None:
+        self._summarise(trainer, {}, stopped=True, **more)
+        written = await write_artifacts(self.parts, self.home, [], trainer.step)
+        console.note(f"The report is {written.get('report', self.home)}")
+
     def _open(self, trainer: Trainer, console: Console) -> None:
         """Start trackers, warm up the engine, check execution paths, and log how the run is executed."""
         trainer.tracker = self.trackers = self._trackers(console, trainer.step)
         config = mask_secrets(to_plain(self.config))
         self.trackers.begin(RunStart(self.home.name, self.home, config, trainer.step))
         messages = resume_messages(self.start) if self.start is not None else []
-        for line in (*messages, *self.recovery.resumed(trainer.step)):
+        for line in (*messages, *self.recovery.resumed(trainer.step), *self.rolled_back):
             console.note(line)
         log.info("memory: %s", self.parts.plan.summary)
         if self.parts.plan.warning:
@@ -181,7 +200,7 @@ class RunSession:
         state = {"before": self.before, "config": mask_secrets(to_plain(config))}
         save = SaveCheckpoints(
             self.home / "checkpoints", config.trainer.save_every, config.trainer.keep, state, parts.save_tokenizer,
-            self.episodes.flush,
+            self.episodes.flush, self.alarms.keeps,
         )  # fmt: skip
         hooks: list[Hook] = [self.episodes] if config.track.episodes else []
         if config.track.episodes and config.track.terms:
@@ -194,7 +213,7 @@ class RunSession:
             hooks.append(RefreshReference(config.demonstrations.steps))
         if (config.evaluation.every or config.demonstrations.steps) and config.evaluation.tasks:
             hooks.append(self.held_out)
-        hooks += [self.recovery, *self.hooks]
+        hooks += [self.recovery, self.alarms, *self.hooks]
         trainer = Trainer(
             config, parts.source, parts.rollout, parts.rewards, parts.algorithm, parts.learner, parts.engine,
             Trackers([]), hooks, save, parts.steps,
@@ -204,6 +223,9 @@ class RunSession:
     def _begin(self, trainer: Trainer, save: SaveCheckpoints) -> None:
         """Write the configuration of a new run, or restore the checkpoint."""
         start = self.start
+        self.rolled_back = self.alarms.resumed(self.home, start.step if start is not None else 0)
+        self.parts.learner.scale_lr(self.alarms.lr_factor)
+        run_folder.rewind_episodes(self.home, start.step if start is not None else -1)
         if start is None:
             run_folder.link_checkpoints(self.home, self.config.trainer.checkpoint_dir)
             run_folder.write_config(self.home, self.config)
@@ -211,6 +233,9 @@ class RunSession:
         trainer.restore(start.state)
         self._set_before(start.state["before"], save)
         self.parts.learner.load(start.folder)
+        metrics = self.home / "metrics.jsonl"
+        rows = read_metrics(metrics) if metrics.is_file() else iter(())
+        trainer.diagnosis_monitor.restore(row for row in rows if row["step"] <= trainer.step)
         checkpoint.rewind(self.home / "checkpoints", trainer.step)
         with suppress(FileNotFoundError):  # it is outdated from this step on
             (self.home / "summary.json").replace(self.home / f"summary.before-step-{trainer.step:06}.json")
@@ -245,7 +270,7 @@ class RunSession:
             trained = thousands(sum(p.numel() for p in parameters if p.requires_grad))
             model += f", LoRA rank {lora.rank} on {', '.join(lora.target)}: {trained} trained"
         decay = config.learner.decay.replace("_", " ")
-        rate = f"learning rate {learner.lr:.3g}" + (f", {decay}" if decay != "none" else "")
+        rate = f"learning rate {learner.lr * self.alarms.lr_factor:.3g}" + (f", {decay}" if decay != "none" else "")
         tasks, group, limit = config.rollout.tasks_per_step, config.rollout.group_size, config.sampling
         if config.data.offline:
             return [model, f"{rate}; {tasks} rows per step"]
@@ -285,6 +310,8 @@ class RunSession:
             "failures": trainer.failure_monitor.failures.state(),
             "execution": self.execution,
         } | more
+        if self.alarms.rollbacks:
+            self.summary["rollbacks"] = self.alarms.summary()
         if self.config.stub:
             self.summary["stub"] = True
         if self.parts.sandbox is not None:
@@ -303,6 +330,8 @@ class RunSession:
             self._print(table_before_after(summary["before"], summary["after"]))
         for cause in trainer.failure_monitor.failures:
             self._print(f"        failed  {cause}")
+        for back in self.alarms.rollbacks:
+            self._print(f"   rolled back  {back}")
         for name, path in written.items():
             self._print(f"{'replay' if path.suffix == '.gif' else name:>14}  {path}")
         self.status = "finished"

@@ -61,6 +61,10 @@ class BaseLearner(ABC):
         """Set the reference model to the current policy."""
 
     @abstractmethod
+    def scale_lr(self, multiplier: float) -> None:
+        """Multiply all learning rates of later updates, on top of the schedule; not part of a checkpoint."""
+
+    @abstractmethod
     def weights(self) -> dict[str, Tensor]:
         """The current weights of `model`: the tensors themselves, not copies."""
 

@@ -134,6 +134,7 @@ class Learner(BaseLearner):
         self.pending_snapshot: Snapshot | None = None  # the snapshot whose copies from the device may still be running
         self.done = 0
         """Optimizer steps of the run so far, including those of skipped updates: the schedule follows the run."""
+        self.lr_multiplier = 1.0
 
     def check_paths(self) -> None:
         with torch.enable_grad():
@@ -155,9 +156,10 @@ class Learner(BaseLearner):
     def lr_factor(self) -> float:
         before = self.first.count * self.steps
         if self.done < before:
-            return self.first.lr / self.lr
+            return self.first.lr / self.lr * self.lr_multiplier
         total = max(self.total_steps * self.steps - before, 0)
-        return lr_factor(self.config, self.done - before, total, self.config.min_lr / self.lr)
+        scheduled = lr_factor(self.config, self.done - before, total, self.config.min_lr / self.lr)
+        return scheduled * self.lr_multiplier
 
     def minibatches_of(self, trees: Trees) -> list[Ints]:
         """The tree numbers of each mini-batch, in parts of nearly equal count."""
@@ -417,6 +419,9 @@ class Learner(BaseLearner):
             return self.batch_group.sum(total)
 
         return natural_step(policy, kl, surrogate, before, settings)
+
+    def scale_lr(self, multiplier: float) -> None:
+        self.lr_multiplier = multiplier
 
     def weights(self) -> dict[str, Tensor]:
         return dict(self.model.state_dict())

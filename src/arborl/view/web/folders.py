@@ -31,6 +31,7 @@ MAX_ENTRIES_BELOW = 20_000
 MAX_IMAGES = 2000
 MAX_FILES = 4096
 """Configurations, summaries and other small files in the cache."""
+MAX_ROLLBACKS = 20
 MAX_TEXT = 400
 Stamp = tuple[int, int, int]
 
@@ -153,8 +154,7 @@ def _read_cached(path: Path, reader: Callable[[Path], Any], stamp: tuple[int, ..
 
 def read_execution(folder: Path) -> dict[str, str]:
     """Device, precision and execution paths of the run; empty if they are not known."""
-    found = read_mapping(folder / "execution.json", read_json)[0]
-    return {name: text for name, value in list(found.items())[:20] if (text := _text(value)) is not None}
+    return _texts(read_mapping(folder / "execution.json", read_json)[0])
 
 
 def flat_config(folder: Path) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _flat_cached(path: Path, stamp: Stamp) -> dict[str, Any]:
 
 
 def _plain_summary(found: Mapping[str, Any]) -> dict[str, Any]:
-    failures = found.get("failures")
+    failures, rollbacks = found.get("failures"), found.get("rollbacks")
     return {
         "there": bool(found),
         "stopped": bool(found.get("stopped")),
@@ -180,7 +180,15 @@ def _plain_summary(found: Mapping[str, Any]) -> dict[str, Any]:
         "before": _numbers(found.get("before")),
         "after": _numbers(found.get("after")),
         "failures": [one for one in failures if isinstance(one, Mapping)] if isinstance(failures, list) else [],
+        "alarm": _texts(found.get("alarm")),
+        "rollbacks": [_texts(one) for one in rollbacks[:MAX_ROLLBACKS]] if isinstance(rollbacks, list) else [],
     }
+
+
+def _texts(found: Any) -> dict[str, str]:
+    pairs = list(found.items())[:20] if isinstance(found, Mapping) else []
+    texts = {name: str(value) if type(value) in (int, float) else _text(value) for name, value in pairs}
+    return {name: text for name, text in texts.items() if text is not None}
 
 
 def look_up(config: Mapping[str, Any], path: str) -> Any:
