@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from arborl.checkpoint.manifest import NAME, DamagedCheckpoint, check, write_manifest
+from arborl.checkpoint.scores import CheckpointScores
 from arborl.errors import ConfigError, disk_errors
 
 log = logging.getLogger(__name__)
@@ -67,9 +68,12 @@ def save(
 
 
 def checkpoint_name(text: str) -> str | None:
-    """`latest` or a step number for the names `latest`, `final`, `12`, `step-12` and `step_12`; else None."""
+    """`latest`, `best` or a step number for the names `latest`, `final`, `best`, `12`, `step-12` and `step_12`; else
+    None."""
     if text in ("latest", "final"):
         return "latest"
+    if text == "best":
+        return text
     number = re.fullmatch(r"(?:step[-_])?(\d+)", text)
     return str(int(number[1])) if number else None
 
@@ -83,12 +87,14 @@ def resolve_path(path: Path) -> Path:
 
 
 def find(root: Path, which: str) -> Path:
-    """The folder of a complete checkpoint: `latest` or `final`, a step number, or a path. `latest` skips damaged ones
-    with a warning; a damaged one by number or path is an error."""
+    """The folder of a complete checkpoint: `latest` or `final`, `best`, a step number, or a path. `latest` skips damaged
+    ones with a warning; a damaged one by another name is an error."""
     _restore(root)
     which = which if (root / which).is_dir() else checkpoint_name(which) or which
     if which == "latest":
         return _latest(root)
+    if which == "best":
+        which = str(_best(root))
     named = root / (f"step-{int(which):06}" if which.isdecimal() else which)
     folder = named if named.is_dir() or which.isdecimal() else Path(which).expanduser()
     if not folder.is_dir():
@@ -143,6 +149,10 @@ def complete_checkpoints(root: Path) -> list[Path]:
     return [folder for folder in _steps(root) if _damage(folder, verify=False) is None]
 
 
+def complete_steps(root: Path) -> list[int]:
+    return [_number(folder) for folder in complete_checkpoints(root)]
+
+
 def rewind(root: Path, step: int) -> None:
     """Delete all checkpoints after this step: a run that resumes from an older one diverges from them."""
     for folder in _steps(root):
@@ -178,6 +188,14 @@ def _latest(root: Path) -> Path:
     folders = _steps(root)
     found = f"All {len(folders)} there are damaged." if folders else "There is none."
     raise ConfigError(f"no complete checkpoint in {root}. {found} Start a run in another output_dir, or give a path.")
+
+
+def _best(root: Path) -> int:
+    scores = CheckpointScores.read(root)
+    if (best := scores.best(complete_steps(root))) is None:
+        advice = "trainer.keep_best=METRIC keeps the one with the highest value of a metric"
+        raise ConfigError(f"no best checkpoint in {root}: no metric was recorded for one there; {advice}.")
+    return best
 
 
 def _damage(folder: Path, verify: bool) -> DamagedCheckpoint | None:

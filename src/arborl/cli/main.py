@@ -52,7 +52,8 @@ EXAMPLES = read_examples()
 
 
 class CommandGroup(TyperGroup):
-    """Errors as messages and exit codes: `ConfigError` 2, one line per error; `RunStopped` 1, by an alarm 3; Ctrl-C 130."""
+    """Errors as messages and exit codes: `ConfigError` 2, one line per error; `RunStopped` 1; `AlarmStopped` 3; Ctrl-C
+    130."""
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -165,6 +165,9 @@ class TrainerConfig(Config):
     keep: int = Field(2, ge=1)
     """Number of newest checkpoints that are kept. With `on_alarm=stop` or `rollback`, up to two older ones are kept
     too."""
+    keep_best: str | None = None
+    """Metric whose best checkpoint is kept besides the newest, such as `evaluation/success`; `-evaluation/loss` for the
+    lowest value. A step with a better value than all before is saved. `RUN/best` names this checkpoint."""
     on_alarm: Literal["warn", "stop", "rollback"] = "warn"
     """Reaction to an alarm (docs/alarms.md): loss or gradient not finite, KL or entropy out of range, longer replies
     without more success, engine and learner that differ, reward lost. `stop`: end with exit code 3. `rollback`: return
@@ -188,12 +191,9 @@ class TrainerConfig(Config):
                 "null for it if a file has it."
             )
         for name in ("rollback_lr_factor", "max_rollbacks"):
-            if name in self.model_fields_set and self.on_alarm != "rollback":
-                default = type(self).model_fields[name].default
-                if getattr(self, name) != default:
-                    raise ValueError(
-                        f"{name}={getattr(self, name)} is read with on_alarm=rollback only. Write on_alarm=rollback too."
-                    )
+            value = getattr(self, name)
+            if self.on_alarm != "rollback" and value != type(self).model_fields[name].default:
+                raise ValueError(f"{name}={value} is read with on_alarm=rollback only. Write on_alarm=rollback too.")
         if self.steps is None and self.epochs is None:
             object.__setattr__(self, "steps", 30)
         return self

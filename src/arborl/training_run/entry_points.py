@@ -18,7 +18,7 @@ from arborl.checkpoint import has_checkpoints
 from arborl.config.config_base import to_plain
 from arborl.config.load_config import from_kwargs
 from arborl.config.run_config import RunConfig
-from arborl.errors import AlarmStopped, LearnerRankLost
+from arborl.errors import AlarmStopped, ConfigError, LearnerRankLost
 from arborl.track.run_log import recorded_warnings
 from arborl.track.tracing import traced
 from arborl.training_run.alarm_recovery import AlarmRecovery
@@ -92,7 +92,8 @@ def train(
 
     Args:
         config: the run.
-        resume: `latest`, a step, or the path of a checkpoint.
+        resume: `latest`, `best`, a step, or the path of a checkpoint; `auto`: the newest usable checkpoint of
+            `output_dir`, or a new run if there is none.
         stub: a few small steps with scripted replies, to test the loop.
         objects: Python objects of parts, by their names in the configuration.
         hooks: additional hooks, called after each step.
@@ -121,7 +122,7 @@ def train(
                 raise
             return None
 
-    with StopSignals(config.trainer.stop_seconds) as stops, claimed(config, resuming=resume is not None) as home:
+    with StopSignals(config.trainer.stop_seconds) as stops, claimed(config, resuming=_resumes(config, resume)) as home:
         while (done := attempt(home, resume)) is None:
             resume = _next_resume(home, resume)
         return done
@@ -143,7 +144,7 @@ async def train_async(
                 raise
             return None
 
-    with claimed(config, resuming=resume is not None) as home:
+    with claimed(config, resuming=_resumes(config, resume)) as home:
         while (done := await attempt(home, resume)) is None:
             resume = _next_resume(home, resume)
         return done
@@ -190,9 +191,18 @@ class _Training:
             parts.leave()
 
 
+def _resumes(config: RunConfig, resume: str | None) -> bool:
+    """Whether the run folder must exist."""
+    if resume != "auto":
+        return resume is not None
+    if config.output_dir is None:
+        raise ConfigError("--resume auto: the run folder must have the same name each time. Write output_dir=FOLDER.")
+    return (config.output_dir / "config.yaml").is_file()
+
+
 def _next_resume(home: Path, resume: str | None) -> str | None:
-    """Where a run resumes after the loss of a rank or a rollback: its last checkpoint, else its first start. The objects
-    of the lost attempt are freed first: two models might not fit."""
+    """Where a run resumes after the loss of a rank or a rollback: its last checkpoint, else its first start. Objects of
+    the former attempt are freed first: two models might not fit."""
     gc.collect()
     is_elsewhere = resume is not None and Path(resume).is_dir() and not has_checkpoints(home / "checkpoints")
     return resume if is_elsewhere else "auto"

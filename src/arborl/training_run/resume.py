@@ -110,7 +110,8 @@ def finished_summary(home: Path, start: ResumePoint, steps: int) -> dict[str, An
         summary = json.loads((home / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return summary if isinstance(summary, dict) and summary.get("steps") == start.step else None
+    is_finished = isinstance(summary, dict) and summary.get("steps") == start.step and not summary.get("stopped")
+    return summary if is_finished else None
 
 
 def changes(before: RunConfig, now: RunConfig) -> Iterator[SettingChange]:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console as Terminal
 
-from arborl import checkpoint
 from arborl.config.algorithm_config import is_custom
 from arborl.config.config_base import to_plain
 from arborl.config.secrets import mask_secrets
@@ -189,6 +188,7 @@ class RunSession:
         trainer.failure_monitor.failures.add(after.episodes, "the last evaluation")
         self.episodes.flush()
         save.finish()
+        save.score_last(trainer.step, evaluation_step_metrics(after.metrics))
         return after
 
     def _set_before(self, metrics: Metrics, save: SaveCheckpoints) -> None:
@@ -200,7 +200,7 @@ class RunSession:
         state = {"before": self.before, "config": mask_secrets(to_plain(config))}
         save = SaveCheckpoints(
             self.home / "checkpoints", config.trainer.save_every, config.trainer.keep, state, parts.save_tokenizer,
-            self.episodes.flush, self.alarms.keeps,
+            self.episodes.flush, self.alarms.keeps, config.trainer.keep_best,
         )  # fmt: skip
         hooks: list[Hook] = [self.episodes] if config.track.episodes else []
         if config.track.episodes and config.track.terms:
@@ -226,7 +226,9 @@ class RunSession:
         self.rolled_back = self.alarms.resumed(self.home, start.step if start is not None else 0)
         self.parts.learner.scale_lr(self.alarms.lr_factor)
         run_folder.rewind_episodes(self.home, start.step if start is not None else -1)
+        save.rewind(start.step if start is not None else None)
         if start is None:
+            self._set_aside_summary(0)
             run_folder.link_checkpoints(self.home, self.config.trainer.checkpoint_dir)
             run_folder.write_config(self.home, self.config)
             return
@@ -236,11 +238,13 @@ class RunSession:
         metrics = self.home / "metrics.jsonl"
         rows = read_metrics(metrics) if metrics.is_file() else iter(())
         trainer.diagnosis_monitor.restore(row for row in rows if row["step"] <= trainer.step)
-        checkpoint.rewind(self.home / "checkpoints", trainer.step)
-        with suppress(FileNotFoundError):  # it is outdated from this step on
-            (self.home / "summary.json").replace(self.home / f"summary.before-step-{trainer.step:06}.json")
+        self._set_aside_summary(trainer.step)
         if start.changes:
             run_folder.change_config(self.home, start.before, self.config, trainer.step)
+
+    def _set_aside_summary(self, step: int) -> None:
+        with suppress(FileNotFoundError):  # it is outdated from this step on
+            (self.home / "summary.json").replace(self.home / f"summary.before-step-{step:06}.json")
 
     def _trackers(self, console: Console, step: int) -> Trackers:
         done = None if self.start is None else step
