@@ -12,6 +12,7 @@ In reading order:
     measure.py        Evaluation of policies on the same tasks, or on prompts
     resume.py         Resuming from a checkpoint, with changed settings
     rank_recovery.py  Restart after the loss of a learner rank
+    alarm_recovery.py Stop or rollback after an alarm of the diagnosis
     run_folder.py     The run folder and its files; the model that a path stands for
     object_names.py   Names of parts that are Python objects
     signals.py        Stopping a run by signals
