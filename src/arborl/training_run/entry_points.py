@@ -118,7 +118,10 @@ def train(
                     session.profile()
                 return Run(home, wait_for(session.run(), stops), objects)
         except (LearnerRankLost, AlarmStopped) as stopped:
-            if not training.restarts(stopped) or stops.got is not None:
+            restarts = training.restarts(stopped)
+            if restarts and stops.got is not None and isinstance(stopped, AlarmStopped):
+                raise asyncio.CancelledError from stopped  # ends like any stop by a signal; the rollback is recorded
+            if not restarts or stops.got is not None:
                 raise
             return None
 
