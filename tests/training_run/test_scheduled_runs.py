@@ -108,7 +108,7 @@ def test_the_evaluation_at_the_end_counts_for_the_last_checkpoint(tmp_path):
 
 
 def test_held_out_metrics_must_be_measured_during_training():
-    with pytest.raises(ConfigError, match="evaluation.every=10"):
+    with pytest.raises(ConfigError, match=r"evaluation\.every=10"):
         load(None, ["trainer.keep_best=evaluation/success"])
     assert load(None, ["trainer.keep_best=-evaluation/loss", "evaluation.every=5"]).trainer.keep_best is not None
 

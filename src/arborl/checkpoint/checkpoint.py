@@ -87,8 +87,8 @@ def resolve_path(path: Path) -> Path:
 
 
 def find(root: Path, which: str) -> Path:
-    """The folder of a complete checkpoint: `latest` or `final`, `best`, a step number, or a path. `latest` skips damaged
-    ones with a warning; a damaged one by another name is an error."""
+    """The folder of a complete checkpoint: `latest` or `final`, `best`, a step number, or a path. `latest` skips
+    damaged ones with a warning; a damaged one by another name is an error."""
     _restore(root)
     which = which if (root / which).is_dir() else checkpoint_name(which) or which
     if which == "latest":

@@ -35,8 +35,8 @@ def check_keep_best(run: RunConfig) -> None:
         return
     if not (evaluation.every and evaluation.tasks):
         raise ValueError(
-            f"trainer.keep_best={metric} with evaluation.every={evaluation.every} and tasks={evaluation.tasks}: held-out "
-            "tasks are not measured during training. Write evaluation.every=10."
+            f"trainer.keep_best={metric} with evaluation.every={evaluation.every} and tasks={evaluation.tasks}: "
+            "held-out tasks are not measured during training. Write evaluation.every=10."
         )
 
 

@@ -96,8 +96,8 @@ class LearnerThread:
         """Set if the task that waits for the function was cancelled."""
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call the function. A cancellation sets `cancelled`, and takes effect when the function has returned: an update
-        is never half done. A function that gives up raises `UpdateInterrupted`."""
+        """Call the function. A cancellation sets `cancelled`, and takes effect when the function has returned: an
+        update is never half done. A function that gives up raises `UpdateInterrupted`."""
         return await self._run(torch.get_num_threads(), lambda: function(*args, **kwargs))
 
     async def run_beside_engine(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -252,8 +252,8 @@ class Trainer:
         demonstrations: Sequence[Group],
         seed: int,
     ) -> Metrics:
-        """Credit and update. If the run is cancelled before the first optimizer step, the update is given up: nothing of
-        it remains, and a checkpoint of the state before it can be written at once."""
+        """Credit and update. If the run is cancelled before the first optimizer step, the update is given up: nothing
+        of it remains, and a checkpoint of the state before it can be written at once."""
         before = json.dumps(self.algorithm.state())
         try:
             metrics = await run(self._credit_and_update, groups, demonstrations, seed)
