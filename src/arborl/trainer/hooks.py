@@ -210,8 +210,8 @@ class SaveCheckpoints:
         return {*self.also(steps), *([best] if best is not None else [])}
 
     def rewind(self, step: int | None) -> None:
-        """Remove the checkpoints of later steps, and all scores without a checkpoint. None: the run starts again; damaged
-        checkpoints stay."""
+        """Remove the checkpoints of later steps, and all scores without a checkpoint. None: the run starts again;
+        damaged checkpoints stay."""
         if step is not None:
             checkpoint.rewind(self.root, step)
         if self.scores is not None:
