@@ -34,6 +34,20 @@ class RunStopped(ArborError):
     """The run cannot continue; the message states why and what to do."""
 
 
+class AlarmStopped(RunStopped):
+    """An alarm of the diagnosis holds (`trainer.on_alarm`): the run stops, or rolls back and restarts.
+
+    `alarm` is a `diagnosis.alarms.Alarm`; `restarts`, whether the run rolls back; `message`, for the user.
+    """
+
+    def __init__(self, alarm: Any):
+        super().__init__(str(alarm))
+        self.alarm, self.restarts, self.message = alarm, False, f"Stopped by the alarm {alarm}."
+
+    def __str__(self) -> str:
+        return self.message
+
+
 class LearnerRankLost(RunStopped):
     """A rank of the learner is lost, and with it all updates since the last checkpoint.
 

@@ -120,7 +120,7 @@ def test_a_rank_that_is_lost_at_one_step_again_ends_the_run(tmp_path, whole):
 
 @pytest.mark.slow
 def test_a_run_goes_on_by_itself_as_often_as_it_may_and_then_by_hand(tmp_path, whole):
-    with pytest.raises(LearnerRankLost, match=r"\(learner.restarts=0\). Go on .* with arborl train --resume latest"):
+    with pytest.raises(LearnerRankLost, match=r"\(learner.restarts=0\). Resume .* with arborl train --resume latest"):
         begin(tmp_path / "run", "learner.restarts=0", kill=Kill(3))
     begin(tmp_path / "run", "learner.restarts=0", resume="latest")
     (aside,) = (tmp_path / "run").glob("summary.before*")
@@ -151,3 +151,20 @@ def test_control_c_while_ranks_are_started_anew_ends_the_run(tmp_path, whole, fo
     monkeypatch.setattr(launch, "RankProcesses", first)
     begin(tmp_path / "run", resume="latest")
     assert_same_run(tmp_path / "run", whole)
+
+
+class NotFinite:
+    """Reports a loss that is not finite in steps 2 to 4, until the run has rolled back."""
+
+    async def after(self, trainer, groups, metrics):
+        if metrics["alarm/rollbacks"] == 0 and trainer.step in (2, 3, 4):
+            metrics["policy/loss"] = float("nan")
+
+
+@pytest.mark.slow
+def test_a_rollback_restarts_all_ranks_with_a_lower_rate(tmp_path, forks):
+    begin(tmp_path / "run", "trainer.on_alarm=rollback", kill=NotFinite())
+    assert len(forks) == 2
+    rows = settled(tmp_path / "run")
+    assert [row["alarm/rollbacks"] for row in rows] == [1] * 4
+    assert rows[0]["learner/lr"] == pytest.approx(3e-4)

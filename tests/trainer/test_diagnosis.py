@@ -6,7 +6,8 @@ import pytest
 
 import arborl
 from arborl.diagnosis.folder_diagnosis import match_rules
-from arborl.diagnosis.run_monitor import PATIENCE, DiagnosisMonitor
+from arborl.diagnosis.metric_history import PATIENCE
+from arborl.diagnosis.run_monitor import DiagnosisMonitor
 from arborl.diagnosis.step_rules import STEP_RULES, diagnose_step, step_remark
 from arborl.envs.env import Env, Observation, Step
 from arborl.track.jsonl import read_metrics

@@ -129,23 +129,54 @@ async def test_the_event_loop_runs_while_the_learner_computes():
     assert learning  # twenty times in a row it came round, during the sleep too
 
 
-async def test_a_cancelled_update_is_completed(tmp_path):
-    parts = build(load(None, [*SMALL, "trainer.steps=3"]))
+def cancel_in_step(number: int, parts, job) -> None:
+    """Cancel the job when the optimizer step of this number begins to compute its gradient."""
+    compute, loop, count = parts.learner._compute_gradients, asyncio.get_running_loop(), 0
+
+    def cancelling(*args):
+        nonlocal count
+        count += 1
+        if count == number:
+            loop.call_soon_threadsafe(job.cancel)
+            assert parts.learner.interrupt.wait(60)
+        return compute(*args)
+
+    parts.learner._compute_gradients = cancelling
+
+
+async def test_an_update_cancelled_before_its_first_optimizer_step_is_given_up_without_a_trace():
+    parts = build(load(None, [*SMALL, "trainer.steps=3", "learner.minibatches=2", "algorithm.kl.coef=0.1"]))
     trainer = make_trainer(parts)
-    update, done = parts.learner.update, []
     job = asyncio.ensure_future(trainer.fit())
+    cancel_in_step(3, parts, job)  # the first of the second update
 
-    def slow(*args):
-        asyncio_loop.call_soon_threadsafe(job.cancel)
-        time.sleep(0.1)
-        done.append(update(*args))
-        return done[-1]
+    states = []
 
-    asyncio_loop = asyncio.get_running_loop()
-    parts.learner.update = slow
+    class Remember:
+        async def after(self, trainer, groups, metrics):
+            states.append((trainer.state(), {name: one.clone() for name, one in trainer.learner.weights().items()}))
+
+    trainer.hooks.append(Remember())
     with pytest.raises(asyncio.CancelledError):
         await job
-    assert len(done) == trainer.step == 1
+    assert trainer.step == 1
+    ((state, weights),) = states
+    now = trainer.state()
+    assert {**now, "train_seconds": 0} == {**state, "train_seconds": 0}
+    assert parts.learner.done == 2
+    assert all(torch.equal(weights[name], one) for name, one in parts.learner.weights().items())
+    assert not any(parameter.grad is not None for parameter in parts.model.parameters())
+
+
+async def test_an_update_cancelled_after_its_first_optimizer_step_is_completed():
+    parts = build(load(None, [*SMALL, "trainer.steps=3", "learner.minibatches=2"]))
+    trainer = make_trainer(parts)
+    job = asyncio.ensure_future(trainer.fit())
+    cancel_in_step(2, parts, job)
+    with pytest.raises(asyncio.CancelledError):
+        await job
+    assert trainer.step == 1
+    assert parts.learner.done == 2
     assert trainer.state()["pipeline"] == {"next": 1, "sizes": {}, "left": []}
 
 

@@ -13,12 +13,13 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 from arborl.checkpoint.manifest import NAME, DamagedCheckpoint, check, write_manifest
+from arborl.checkpoint.scores import CheckpointScores
 from arborl.errors import ConfigError, disk_errors
 
 log = logging.getLogger(__name__)
@@ -28,13 +29,21 @@ REPLACED = re.compile(r"\.old-(step-\d{6,})-\w+")
 STATE = "state.json"
 
 
-def save(root: Path, step: int, write: Callable[[Path], None], state: dict[str, Any], keep: int) -> Path:
+def save(
+    root: Path,
+    step: int,
+    write: Callable[[Path], None],
+    state: dict[str, Any],
+    keep: int,
+    also: Callable[[Sequence[int]], Collection[int]] = lambda steps: (),
+) -> Path:
     """Write the checkpoint after `step` steps, completely or not at all; one of the same step is replaced.
 
     Args:
         write: writes weights and optimizer state into the given folder.
         state: other state, as JSON.
         keep: number of newest complete checkpoints to keep; the written one always stays.
+        also: selects further ones to keep from the steps of all complete checkpoints, oldest first.
     """
     final, fresh = root / f"step-{step:06}", _hidden(root, "tmp", step)
     with disk_errors(final):
@@ -54,14 +63,17 @@ def save(root: Path, step: int, write: Callable[[Path], None], state: dict[str, 
             final.rename(_hidden(root, "old", step))
         fresh.rename(final)
         _sync(root)
-        _prune(root, final, keep)
+        _prune(root, final, keep, also)
     return final
 
 
 def checkpoint_name(text: str) -> str | None:
-    """`latest` or a step number for the names `latest`, `final`, `12`, `step-12` and `step_12`; else None."""
+    """`latest`, `best` or a step number for the names `latest`, `final`, `best`, `12`, `step-12` and `step_12`; else
+    None."""
     if text in ("latest", "final"):
         return "latest"
+    if text == "best":
+        return text
     number = re.fullmatch(r"(?:step[-_])?(\d+)", text)
     return str(int(number[1])) if number else None
 
@@ -75,12 +87,14 @@ def resolve_path(path: Path) -> Path:
 
 
 def find(root: Path, which: str) -> Path:
-    """The folder of a complete checkpoint: `latest` or `final`, a step number, or a path. `latest` skips damaged ones
-    with a warning; a damaged one by number or path is an error."""
+    """The folder of a complete checkpoint: `latest` or `final`, `best`, a step number, or a path. `latest` skips
+    damaged ones with a warning; a damaged one by another name is an error."""
     _restore(root)
     which = which if (root / which).is_dir() else checkpoint_name(which) or which
     if which == "latest":
         return _latest(root)
+    if which == "best":
+        which = str(_best(root))
     named = root / (f"step-{int(which):06}" if which.isdecimal() else which)
     folder = named if named.is_dir() or which.isdecimal() else Path(which).expanduser()
     if not folder.is_dir():
@@ -135,6 +149,10 @@ def complete_checkpoints(root: Path) -> list[Path]:
     return [folder for folder in _steps(root) if _damage(folder, verify=False) is None]
 
 
+def complete_steps(root: Path) -> list[int]:
+    return [_number(folder) for folder in complete_checkpoints(root)]
+
+
 def rewind(root: Path, step: int) -> None:
     """Delete all checkpoints after this step: a run that resumes from an older one diverges from them."""
     for folder in _steps(root):
@@ -143,15 +161,41 @@ def rewind(root: Path, step: int) -> None:
             _discard(folder)
 
 
-def _latest(root: Path) -> Path:
-    folders = _steps(root)
-    for folder in reversed(folders):
+def newest_usable(root: Path, up_to: int | None = None) -> Path | None:
+    """The newest checkpoint that is not damaged, at most of step `up_to`. Damaged ones are skipped with a warning."""
+    _restore(root)
+    for folder in reversed(_steps(root)):
+        if up_to is not None and _number(folder) > up_to:
+            continue
         damage = _damage(folder, verify=True)
         if damage is None:
             return folder
         log.warning("skipping the checkpoint %s: %s", folder, damage)
+    return None
+
+
+def steps_around_age(steps: Sequence[int], age: int) -> set[int]:
+    """Of ascending steps: the newest that is at least `age` steps older than the last, and the oldest that is younger,
+    which takes its place later. So there is always a checkpoint of at least that age, if there ever was one."""
+    limit = steps[-1] - age if steps else 0
+    old, young = [step for step in steps if step <= limit], [step for step in steps if step > limit]
+    return {*old[-1:], *young[:1]}
+
+
+def _latest(root: Path) -> Path:
+    if (folder := newest_usable(root)) is not None:
+        return folder
+    folders = _steps(root)
     found = f"All {len(folders)} there are damaged." if folders else "There is none."
     raise ConfigError(f"no complete checkpoint in {root}. {found} Start a run in another output_dir, or give a path.")
+
+
+def _best(root: Path) -> int:
+    scores = CheckpointScores.read(root)
+    if (best := scores.best(complete_steps(root))) is None:
+        advice = "trainer.keep_best=METRIC keeps the one with the highest value of a metric"
+        raise ConfigError(f"no best checkpoint in {root}: no metric was recorded for one there; {advice}.")
+    return best
 
 
 def _damage(folder: Path, verify: bool) -> DamagedCheckpoint | None:
@@ -178,10 +222,12 @@ def _what_exists(root: Path) -> str:
     return f"{root} has steps {', '.join(names)}; write 'latest', one of these numbers, or a path."
 
 
-def _prune(root: Path, written: Path, keep: int) -> None:
-    kept = {written, *complete_checkpoints(root)[-keep:]} if keep > 0 else {written}
-    for folder in complete_checkpoints(root):
-        if folder not in kept:
+def _prune(root: Path, written: Path, keep: int, also: Callable[[Sequence[int]], Collection[int]]) -> None:
+    complete = complete_checkpoints(root)
+    kept = {written, *complete[-keep:]} if keep > 0 else {written}
+    chosen = set(also([_number(folder) for folder in complete]))
+    for folder in complete:
+        if folder not in kept and _number(folder) not in chosen:
             _discard(folder)
     for pattern in (".tmp-*", ".old-*"):
         for stale in root.glob(pattern):

@@ -27,12 +27,14 @@ from arborl.cli.run_commands import compare, convert, doctor, export, report, vi
 from arborl.cli.serve_commands import chat, serve
 from arborl.cli.tools_commands import tools
 from arborl.cli.train_commands import train, tune
-from arborl.errors import ArborError, ConfigError, RunStopped
+from arborl.errors import AlarmStopped, ArborError, ConfigError, RunStopped
 from arborl.registry import search_current_folder
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+EXIT_ALARM = 3
 EXIT_CODES = """Exit codes: 0 success; 1 the command ran and failed (a run was stopped, nothing was measured, a check
-failed); 2 wrong input, with one line for each error on standard error; 130 Ctrl-C.
+failed); 2 wrong input, with one line for each error on standard error; 3 stopped by an alarm (trainer.on_alarm); 129,
+130, 143 stopped by SIGHUP, Ctrl-C, SIGTERM.
 """
 
 
@@ -51,7 +53,8 @@ EXAMPLES = read_examples()
 
 
 class CommandGroup(TyperGroup):
-    """Errors as messages and exit codes: `ConfigError` 2, one line per error; `RunStopped` 1; Ctrl-C 130."""
+    """Errors as messages and exit codes: `ConfigError` 2, one line per error; `RunStopped` 1; `AlarmStopped` 3; Ctrl-C
+    130."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -62,7 +65,7 @@ class CommandGroup(TyperGroup):
             raise typer.Exit(2) from error
         except RunStopped as error:
             typer.echo(str(error), err=True)
-            raise typer.Exit(1) from error
+            raise typer.Exit(EXIT_ALARM if isinstance(error, AlarmStopped) else 1) from error
         except OSError as error:  # for example a full disk while a report is written
             if error.errno not in DISK_ERRORS:
                 raise

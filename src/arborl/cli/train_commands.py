@@ -33,7 +33,13 @@ def train(
     arguments: FileAndSettings = None,
     config_file: Annotated[Path | None, option("--config", metavar="FILE", help="The same as FILE.")] = None,
     save: Annotated[Path | None, option("--save", metavar="DIR", help="The same as output_dir=DIR.")] = None,
-    resume: Annotated[str | None, option(metavar="latest|STEP|PATH", help="Continue from a checkpoint.")] = None,
+    resume: Annotated[
+        str | None,
+        option(
+            metavar="latest|best|STEP|PATH|auto",
+            help="Continue from a checkpoint; auto: from the newest usable one of output_dir, or start a new run.",
+        ),
+    ] = None,
     print_only: Annotated[
         bool, option("--print", help="Check and print the resolved configuration, and stop.")
     ] = False,
@@ -56,7 +62,7 @@ def train(
     if save is not None and output_dir is not None:
         raise ConfigError(f"--save {save} and {output_dir} both name the run folder. Leave one out.")
     save = save.expanduser() if save is not None else None
-    if resume is None:
+    if resume in (None, "auto"):
         with other_systems(file):
             config = load(file, settings, unset="stub" if stub else None)
         config = config.model_copy(update={"output_dir": save}) if save is not None else config

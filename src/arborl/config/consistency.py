@@ -24,8 +24,20 @@ def check_run(run: RunConfig) -> None:
     for check in (
         check_teacher, check_demonstrations, check_offline, check_algorithm, check_critic, check_batch,
         check_deterministic, check_lengths, check_sources, check_engine, check_placement, check_lag,
+        check_keep_best,
     ):  # fmt: skip
         check(run)
+
+
+def check_keep_best(run: RunConfig) -> None:
+    metric, evaluation = run.trainer.keep_best, run.evaluation
+    if metric is None or not metric.removeprefix("-").startswith("evaluation/"):
+        return
+    if not (evaluation.every and evaluation.tasks):
+        raise ValueError(
+            f"trainer.keep_best={metric} with evaluation.every={evaluation.every} and tasks={evaluation.tasks}: "
+            "held-out tasks are not measured during training. Write evaluation.every=10."
+        )
 
 
 def check_teacher(run: RunConfig) -> None:

@@ -163,7 +163,19 @@ class TrainerConfig(Config):
     save_every: int = Field(10, ge=1)
     """Steps between checkpoints; the last step is always saved."""
     keep: int = Field(2, ge=1)
-    """Number of checkpoints that are kept."""
+    """Number of newest checkpoints that are kept. With `on_alarm=stop` or `rollback`, up to two older ones are kept
+    too."""
+    keep_best: str | None = None
+    """Metric whose best checkpoint is kept besides the newest, such as `evaluation/success`; `-evaluation/loss` for the
+    lowest value. A step with a better value than all before is saved. `RUN/best` names this checkpoint."""
+    on_alarm: Literal["warn", "stop", "rollback"] = "warn"
+    """Reaction to an alarm (docs/alarms.md): loss or gradient not finite, KL or entropy out of range, longer replies
+    without more success, engine and learner that differ, reward lost. `stop`: end with exit code 3. `rollback`: return
+    to the last checkpoint before the evidence with a lower learning rate."""
+    rollback_lr_factor: float = Field(0.1, gt=0, le=1)
+    """Factor of the learning rate at each rollback, on top of the schedule."""
+    max_rollbacks: int = Field(3, ge=1)
+    """Rollbacks of a run; the next alarm stops it."""
     checkpoint_dir: Path | None = None
     """Folder for checkpoints, in a subfolder with the name of the run folder, which then has a link to it. Default:
     `checkpoints/` in the run folder."""
@@ -178,6 +190,10 @@ class TrainerConfig(Config):
                 f"steps={self.steps} and epochs={self.epochs} both set the length of the run. Leave one out, or write "
                 "null for it if a file has it."
             )
+        for name in ("rollback_lr_factor", "max_rollbacks"):
+            value = getattr(self, name)
+            if self.on_alarm != "rollback" and value != type(self).model_fields[name].default:
+                raise ValueError(f"{name}={value} is read with on_alarm=rollback only. Write on_alarm=rollback too.")
         if self.steps is None and self.epochs is None:
             object.__setattr__(self, "steps", 30)
         return self

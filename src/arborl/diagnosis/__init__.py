@@ -6,6 +6,7 @@ Works without torch.
     metric_history.py  MetricHistory: the metrics of a run as series over steps
     step_rules.py      Rules about the metrics of one step: why it learned nothing
     trend_rules.py     Rules about the metrics of several steps
+    alarms.py          The rules on which a run can act
     run_monitor.py     Warnings during a run; stops a run in which nearly every episode fails
     run_files.py       RunFiles: reads the files of a run folder
     folder_diagnosis.py  examine_run: the findings of a run folder

@@ -10,9 +10,8 @@ from typing import Any
 from arborl.config.training_config import MAX_LEARNING_RATE
 from arborl.diagnosis.episode_rules import EPISODE_RULES, MAX_EVIDENCE, evidence
 from arborl.diagnosis.finding import Evidence, Finding, State, worst_first
-from arborl.diagnosis.metric_history import MIN_STEPS, MetricHistory
+from arborl.diagnosis.metric_history import MIN_STEPS, PATIENCE, MetricHistory
 from arborl.diagnosis.run_files import RunFiles
-from arborl.diagnosis.run_monitor import PATIENCE
 from arborl.diagnosis.step_rules import BENIGN_STEP_RULES, STEP_RULES, StepRule, diagnose_step
 from arborl.diagnosis.trend_rules import TREND_RULES, TrendRule
 from arborl.failures import one_line
@@ -47,7 +46,7 @@ def match_rules(rows: Iterable[Mapping[str, Any]]) -> list[RuleMatch]:
 def examine_run(folder: Path) -> list[Finding]:
     """The state of a run, then its faults, worst first."""
     files = RunFiles(folder)
-    faults = _learning_rate(files)  # the first cause: other faults follow from it
+    faults = _learning_rate(files) + _rollbacks(files)  # the first causes: other faults follow from them
     faults += [_metric_finding(match, files) for match in match_rules(files.rows) if _is_fault(match, files)]
     for rule in EPISODE_RULES:
         if (match := rule.check(files)) is not None:
@@ -59,6 +58,9 @@ def examine_run(folder: Path) -> list[Finding]:
 
 def _state(files: RunFiles) -> Finding:
     steps = files.step_rows
+    if isinstance(alarm := files.summary.get("alarm"), dict):
+        detail = f"stopped at step {len(steps)} by the alarm {alarm.get('name')}: {alarm.get('detail')}"
+        return Finding("run", "fail", detail, str(alarm.get("advice", "")))
     if files.summary.get("stopped"):
         failure = (files.summary.get("failures") or [{}])[0].get("failure", {})
         cause = f"{failure.get('where')}: {failure.get('kind')}"
@@ -104,6 +106,17 @@ def _learning_rate(files: RunFiles) -> list[Finding]:
     detail = f"learner.lr is {rate:g}: AdamW changes each weight by about this much in a step"
     advice = "Write learner.lr=1e-6 to 1e-3, or leave it out for a default by the size of the model; start again."
     return [Finding("learning_rate", "warn" if has_improved else "fail", detail, advice)]
+
+
+def _rollbacks(files: RunFiles) -> list[Finding]:
+    """The steps after a rollback are examined like those of any run; the discarded ones are not among them."""
+    if not files.rollbacks:
+        return []
+    back = [f"{one.get('alarm')} at step {one.get('step')}, back to step {one.get('to')}" for one in files.rollbacks]
+    factor = files.rollbacks[-1].get("lr_factor")
+    detail = f"{len(back)} ({'; '.join(back)}): the learning rate is multiplied by {factor}"
+    advice = "Begin the next run with the lower learning rate, or find what caused the alarm in run.log."
+    return [Finding("rollbacks", "warn", detail, advice)]
 
 
 def _execution(files: RunFiles) -> list[Finding]:

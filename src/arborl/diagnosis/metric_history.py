@@ -13,10 +13,15 @@ from typing import Any
 MIN_STEPS = 6
 """Steps that a trend needs: fewer have no beginning and end to compare."""
 MAX_WINDOW = 5
+PATIENCE = 3
+"""Steps in a row with one diagnosis before a warning; failed batches in a row that stop a run which once worked."""
 MAX_ABS = 1e100
 """Larger numbers are clipped to this one, whose square is finite."""
 NUM_STANDARD_ERRORS = 4.0
 """Difference of two means that counts as a change. Large, because a run is tested after every step."""
+
+
+SHORT_SERIES = 4.0
 
 
 class MetricSeries:
@@ -64,12 +69,18 @@ class MetricSeries:
         return tuple(step for step, value in self if condition(value))
 
     def change(self, minimum: float = 0.0) -> float:
-        """`late - early`, or 0 where it may be chance; the noise is estimated from neighbouring steps."""
+        """`late - early`, or 0 where it may be chance."""
         if not self.is_long:
             return 0.0
-        variance = fmean((now - before) ** 2 for before, now in pairwise(self.values))
         change = self.late - self.early
-        return change if abs(change) > max(NUM_STANDARD_ERRORS * math.sqrt(variance / self.window), minimum) else 0.0
+        return change if abs(change) > max(NUM_STANDARD_ERRORS * self.standard_error, minimum) else 0.0
+
+    @property
+    def standard_error(self) -> float:
+        """Of the difference of two means over `window` steps; the noise is estimated from neighbouring steps. A few
+        steps may be alike by chance, so it is larger for short series."""
+        noise = math.sqrt(fmean((now - before) ** 2 for before, now in pairwise(self.values)) / self.window)
+        return noise * (1.0 + SHORT_SERIES / len(self))
 
 
 class MetricHistory:
@@ -93,6 +104,10 @@ class MetricHistory:
             series = self.series.setdefault(name, MetricSeries())
             series.steps.append(step)
             series.values.append(max(-MAX_ABS, min(float(value), MAX_ABS)))
+
+    @property
+    def last_step(self) -> int:
+        return max((series.steps[-1] for series in self.series.values()), default=0)
 
     def __getitem__(self, name: str) -> MetricSeries:
         return self.series.get(name, MetricSeries())

@@ -20,6 +20,8 @@ NUM_FIRST_STEPS, NUM_LAST_STEPS = 2, 3
 """Steps whose episodes are read."""
 MAX_EPISODES = 256
 """Episodes of a step that are read."""
+ALARMS_FILE = "alarms.json"
+"""The rollbacks of a run."""
 RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json")
 
 
@@ -54,6 +56,12 @@ class RunFiles:
     def summary(self) -> dict[str, Any]:
         """Empty until the run has ended."""
         return self._mapping("summary.json", read_json)
+
+    @cached_property
+    def rollbacks(self) -> list[dict[str, Any]]:
+        """Returns to an earlier checkpoint after an alarm, oldest first."""
+        rows = self._mapping(ALARMS_FILE, read_json).get("rollbacks")
+        return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
     @cached_property
     def execution(self) -> dict[str, Any]:

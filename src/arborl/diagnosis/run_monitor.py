@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import Any
 
-from arborl.diagnosis.metric_history import MetricHistory
-from arborl.diagnosis.step_rules import NEARLY_ALL, diagnose_step, step_remark
+from arborl.diagnosis.alarms import ALARMS, Alarm, find_alarm
+from arborl.diagnosis.metric_history import PATIENCE, MetricHistory
+from arborl.diagnosis.step_rules import NEARLY_ALL, StepRule, diagnose_step, step_remark
 from arborl.diagnosis.trend_rules import TREND_RULES
 from arborl.errors import RunStopped
 from arborl.failures import BEGINS as FRAMES
 from arborl.failures import Failures, failure_key, printable, trim_traceback
 from arborl.types import Episode, Metrics, Task
 
-PATIENCE = 3
-"""Steps in a row with one diagnosis before a warning; failed batches in a row that stop a run which once worked."""
+ALARM_HINT = "This is an alarm: trainer.on_alarm decides whether the run goes on, stops or rolls back."
 MIN_FAILURES = 4
 """Failures in the first batch that stop a run at once. Fewer may be chance."""
 MAX_CAUSES = 5
@@ -37,7 +38,8 @@ CHECKS = {
 
 
 class DiagnosisMonitor:
-    """Warns once when a step rule holds for `PATIENCE` steps in a row, and once for each trend."""
+    """Warns once when a step rule holds for `PATIENCE` steps in a row, and once for each trend; knows the alarm that
+    holds."""
 
     def __init__(self) -> None:
         self.rule_name, self.num_steps = "", 0
@@ -45,10 +47,7 @@ class DiagnosisMonitor:
 
     def add(self, metrics: Metrics) -> list[str]:
         """Add a step, whose number is among its metrics; returns the warnings that are due."""
-        rule = diagnose_step(metrics)
-        name = "" if rule is None else rule.name
-        self.num_steps = self.num_steps + 1 if name == self.rule_name else 1
-        self.rule_name = name
+        rule = self._count(metrics)
         warnings = []
         if rule is not None and self.num_steps == PATIENCE:
             warnings.append(f"The last {PATIENCE} steps: {step_remark(metrics)}. {rule.advice}")
@@ -56,8 +55,28 @@ class DiagnosisMonitor:
         for trend in TREND_RULES:
             if trend.name not in self.reported_trends and (match := trend.check(self.history)) is not None:
                 self.reported_trends.add(trend.name)
-                warnings.append(f"{trend.summary[0].upper()}{trend.summary[1:]}: {match.detail}. {trend.advice}")
+                hint = " " + ALARM_HINT if trend.name in ALARMS else ""
+                warnings.append(f"{trend.summary[0].upper()}{trend.summary[1:]}: {match.detail}. {trend.advice}{hint}")
         return warnings
+
+    def restore(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Continue after the steps of these rows; trends that they show are not reported again."""
+        for row in rows:
+            if "episode/count" in row:
+                self._count(row)
+                self.history.add(row)
+        self.reported_trends |= {trend.name for trend in TREND_RULES if trend.check(self.history) is not None}
+
+    def alarm(self) -> Alarm | None:
+        """The alarm that holds after the last step."""
+        return find_alarm(self.history)
+
+    def _count(self, metrics: Mapping[str, Any]) -> StepRule | None:
+        rule = diagnose_step(metrics)
+        name = "" if rule is None else rule.name
+        self.num_steps = self.num_steps + 1 if name == self.rule_name else 1
+        self.rule_name = name
+        return rule
 
 
 def nearly_all_failed(num_episodes: int, num_failed: int) -> bool:

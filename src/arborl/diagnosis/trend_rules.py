@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from statistics import fmean
 from typing import Literal
 
 from arborl.diagnosis.finding import RULE_TEXTS
-from arborl.diagnosis.metric_history import MetricHistory, MetricSeries
+from arborl.diagnosis.metric_history import MIN_STEPS, PATIENCE, MetricHistory, MetricSeries
+
+NUM_ERRORS_OF_BEST = 6.0
+"""Standard errors between the best and the last mean that count as a fall: the best of many is high by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +71,25 @@ JUMPS: tuple[tuple[str, str, Callable[[float, float], bool]], ...] = (
 
 
 def policy_jumped(history: MetricHistory) -> TrendMatch | None:
-    """The policy changed within one step, and the reward was lost."""
+    """The policy changed within one step, and the reward was lost: its mean before that step is never reached again."""
     reward = history["reward/mean"]
     if len(reward) < 3 or not (reward.late < reward.early - 0.5 * abs(reward.early) or reward.change() < 0):
         return None
     for name, what, is_jump in JUMPS:
         for (_, before), (step, now) in pairwise(history[name]):
-            if is_jump(before, now):
+            if is_jump(before, now) and _is_lower_from(reward, step):
                 jump = f"{what} went from {before:.3g} to {now:.3g} at step {step}"
                 return TrendMatch(f"{jump}, and {_change_text('reward', reward)}", (step,))
     return None
+
+
+def _is_lower_from(series: MetricSeries, step: int) -> bool:
+    """Whether the mean before this step is never reached again."""
+    before = [value for at, value in series if at < step][-series.window :]
+    after = [value for at, value in series if at >= step]
+    size = min(series.window, len(after))
+    means = (fmean(after[end - size : end]) for end in range(size, len(after) + 1))
+    return bool(before and after) and max(means) < fmean(before)
 
 
 def gradient_spikes(history: MetricHistory) -> TrendMatch | None:
@@ -106,6 +118,18 @@ def not_finite(history: MetricHistory) -> TrendMatch | None:
     steps = {step for one in metrics.values() for step in one} | set(skipped)
     steps |= {step for series in dropped.values() for step in series.steps_where(lambda count: count > 0)}
     return TrendMatch(", ".join(parts), tuple(sorted(steps))) if parts else None
+
+
+def not_finite_repeated(history: MetricHistory) -> TrendMatch | None:
+    """Each of the last steps: one step whose update is skipped costs only itself."""
+    steps = {step for name in ("policy/loss", "learner/grad_norm") for step in history.not_finite.get(name, ())}
+    for cause in ("gradient", "not_finite"):
+        steps |= set(history[f"learner/skipped/{cause}"].steps_where(lambda share: share > 0))
+    trained = sorted({*history["episode/count"].steps, *steps})
+    last = list(takewhile(lambda step: step in steps, reversed(trained)))
+    if len(last) < PATIENCE:
+        return None
+    return TrendMatch(f"loss or gradient of the last {len(last)} steps", tuple(reversed(last)))
 
 
 # ------------------------------------------------------------------------------------------------ engine and learner
@@ -195,6 +219,22 @@ def reward_falls(history: MetricHistory) -> TrendMatch | None:
     if history["episode/success"].change() > 0:
         return None
     return TrendMatch(_change_text("reward", reward), reward.last_steps)
+
+
+def reward_collapsed(history: MetricHistory) -> TrendMatch | None:
+    """The reward rose, and at least half of the gain is lost. `reward_falls` compares with the beginning only."""
+    reward = history["reward/mean"]
+    window = reward.window
+    if len(reward) < MIN_STEPS + window:
+        return None
+    means = [fmean(reward.values[end - window : end]) for end in range(window, len(reward) - window + 1)]
+    best = max(means)
+    lost = best - reward.late
+    if best <= reward.early or lost < 0.5 * (best - reward.early) or lost < NUM_ERRORS_OF_BEST * reward.standard_error:
+        return None
+    low = takewhile(lambda row: row[1] < best - 0.5 * lost, reversed(list(reward)))
+    detail = f"reward went from {reward.early:.3g} to {best:.3g} and back to {reward.late:.3g}"
+    return TrendMatch(detail, tuple(sorted({*reward.last_steps, *(step for step, _ in low)})))
 
 
 def reward_hacked(history: MetricHistory) -> TrendMatch | None:
@@ -311,6 +351,7 @@ def tools_unused(history: MetricHistory) -> TrendMatch | None:
 
 TREND_CHECKS: dict[str, Callable[[MetricHistory], TrendMatch | None]] = {
     "not_a_number": not_finite,
+    "not_finite_repeated": not_finite_repeated,
     "lr_too_high": policy_jumped,
     "gradient_spikes": gradient_spikes,
     "far_from_reference": far_from_reference,
@@ -330,6 +371,7 @@ TREND_CHECKS: dict[str, Callable[[MetricHistory], TrendMatch | None]] = {
     "reward_constant": reward_constant,
     "mostly_zero_variance": mostly_zero_variance,
     "reward_falls": reward_falls,
+    "reward_collapsed": reward_collapsed,
     "reward_hacked": reward_hacked,
     "evaluation_worse": evaluation_worse,
     "reward_unchanged": reward_unchanged,

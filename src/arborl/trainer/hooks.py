@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -115,7 +115,8 @@ class SaveCheckpoints:
     """Write a checkpoint every `every` steps, and at the last, in the background. An error ends the run a step later.
     The run waits only if the checkpoint before is still being written. Memory for the copies is allocated in the
     background after the first step, which takes long for large models; a checkpoint that is due earlier is written
-    after the first step that finds the memory ready."""
+    after the first step that finds the memory ready. With `keep_best` a step with a better value of that metric is
+    saved too."""
 
     def __init__(
         self,
@@ -125,8 +126,11 @@ class SaveCheckpoints:
         extra: dict[str, Any],
         write_extra: Callable[[Path], None],
         flush: Callable[[], None] = lambda: None,
+        also: Callable[[Sequence[int]], Collection[int]] = lambda steps: (),
+        keep_best: str | None = None,
     ):
-        self.root, self.every, self.keep = root, every, keep
+        self.root, self.every, self.keep, self.also = root, every, keep, also
+        self.scores = checkpoint.CheckpointScores.read(root, keep_best) if keep_best is not None else None
         self.extra, self.write_extra, self.flush = extra, write_extra, flush
         self.background = checkpoint.BackgroundWriter()
         self.spent = {"time/checkpoint": 0.0, "time/checkpoint_written": 0.0}
@@ -142,7 +146,8 @@ class SaveCheckpoints:
         if self.is_first:
             self.background.start(trainer.learner.reserve())
             self.is_first, self.is_reserving = False, True
-        self.due |= is_last or trainer.step % self.every == 0
+        is_best = self.scores is not None and self.scores.add(trainer.step, trainer.metrics)
+        self.due |= is_last or is_best or trainer.step % self.every == 0
         if self.due and (is_last or self._has_memory()):
             self._start(trainer)
 
@@ -198,11 +203,37 @@ class SaveCheckpoints:
             self.write_extra(folder / "model")
             self.flush()
 
-        path = checkpoint.save(self.root, step, write, state, self.keep)
+        path = checkpoint.save(self.root, step, write, state, self.keep, self._kept)
         seconds = time.perf_counter() - start
         self.spent["time/checkpoint_written"] += seconds
         self.written = path, state
         log.info("saved %s in %.1f s", path, seconds)
+
+    def _kept(self, steps: Sequence[int]) -> Collection[int]:
+        """Checkpoints that are kept besides the newest."""
+        if self.scores is None:
+            return self.also(steps)
+        self.scores.write(self.root)
+        best = self.scores.best(steps)
+        return {*self.also(steps), *([best] if best is not None else [])}
+
+    def rewind(self, step: int | None) -> None:
+        """Remove the checkpoints of later steps, and all scores without a checkpoint. None: the run starts again;
+        damaged checkpoints stay."""
+        if step is not None:
+            checkpoint.rewind(self.root, step)
+        if self.scores is not None:
+            self.scores.keep_only(checkpoint.complete_steps(self.root) if step is not None else ())
+
+    def score_last(self, step: int, metrics: Metrics) -> None:
+        """Record the evaluation at the end of the run, which follows its last checkpoint."""
+        if self.scores is None:
+            return
+        self.scores.add(step, metrics)
+        if not self.scores.values:
+            log.warning("trainer.keep_best: no step has the metric %s", self.scores.metric)
+        elif self.root.is_dir():
+            self.scores.write(self.root)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
+import json
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +23,8 @@ from arborl.config.run_config import RunConfig
 from arborl.data.task_source import TaskSource
 from arborl.diagnosis.run_monitor import DiagnosisMonitor, FailureMonitor
 from arborl.engines.engine import Engine
+from arborl.errors import AlarmStopped
+from arborl.learner.core.interface import UpdateInterrupted
 from arborl.learner.core.learner import Learner
 from arborl.learner.core.update_metrics import ROLLOUT_GAP, TermLog
 from arborl.learner.distributed.learner_group import LearnerGroup
@@ -88,9 +92,12 @@ class LearnerThread:
 
     def __init__(self) -> None:
         self.pool: ThreadPoolExecutor | None = None
+        self.cancelled = threading.Event()
+        """Set if the task that waits for the function was cancelled."""
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call the function. A cancellation takes effect when it has returned: an update is never half done."""
+        """Call the function. A cancellation sets `cancelled`, and takes effect when the function has returned: an
+        update is never half done. A function that gives up raises `UpdateInterrupted`."""
         return await self._run(torch.get_num_threads(), lambda: function(*args, **kwargs))
 
     async def run_beside_engine(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -108,7 +115,8 @@ class LearnerThread:
         # A CPU computes denormal numbers (below 1e-38) a hundred times slower, and a diverged or very certain model
         # has millions of them in its gradients. In this thread they are flushed to zero.
         self.pool = self.pool or ThreadPoolExecutor(1, "arborl-learner", torch.set_flush_denormal, (True,))
-        context, loop, is_cancelled = contextvars.copy_context(), asyncio.get_running_loop(), False
+        context, loop = contextvars.copy_context(), asyncio.get_running_loop()
+        self.cancelled.clear()
 
         def run_in_thread() -> T:
             torch.set_num_threads(num_threads)  # per thread: a new thread does not inherit it
@@ -119,9 +127,9 @@ class LearnerThread:
             try:
                 await asyncio.wait([future])
             except asyncio.CancelledError:
-                is_cancelled = True
-        task = asyncio.current_task()
-        if is_cancelled and task is not None:
+                self.cancelled.set()
+        task, has_given_up = asyncio.current_task(), isinstance(future.exception(), UpdateInterrupted)
+        if self.cancelled.is_set() and task is not None and not has_given_up:
             task.cancel()  # again: it takes effect at the next await
         return future.result()  # type: ignore[no-any-return]
 
@@ -166,9 +174,12 @@ class Trainer:
             sizes.max_lag,
         )  # fmt: skip
         self.thread = LearnerThread()
+        learner.interrupt = self.thread.cancelled
         self.credited: CreditedBatch | None = None
         self.demonstrations: Sequence[Group] = ()
         """Those that the last update trained on beside its groups."""
+        self.metrics: Metrics = {}
+        """Of the last step."""
         self.train_seconds = 0.0
         self.idle_since = time.perf_counter()
         self.usage = SystemUsage()
@@ -208,7 +219,7 @@ class Trainer:
             run_update = await self._pause_for_update()
             with span("arborl.learn"):
                 metrics = self._sampling_metrics(timer, losses)
-                metrics |= await run_update(self._credit_and_update, groups, self.demonstrations)
+                metrics |= await self._run_update(run_update, groups)
         if not self.engine.follows_weights:  # its replies are not the policy's: there is no difference to report
             metrics = {name: value for name, value in metrics.items() if not name.startswith(ROLLOUT_GAP)}
         self.step += 1  # from here on the step is done, whatever interrupts
@@ -245,12 +256,25 @@ class Trainer:
 
     # -------------------------------------------------------------------------------------------- credit and update
 
+    async def _run_update(self, run: Callable[..., Awaitable[Metrics]], groups: Sequence[Group]) -> Metrics:
+        """Credit and update. If the run is cancelled before the first optimizer step, the update is given up: nothing
+        of it remains, and a checkpoint of the state before it can be written at once."""
+        before = json.dumps(self.algorithm.state())
+        try:
+            metrics = await run(self._credit_and_update, groups, self.demonstrations)
+        except UpdateInterrupted:
+            self.algorithm.load_state(json.loads(before))
+            self.credited = None
+            log.info("the update of step %d was given up: it is repeated when the run resumes", self.step + 1)
+            raise asyncio.CancelledError from None
+        return metrics | self.source.observe(self.step, groups)
+
     def _credit_and_update(self, groups: Sequence[Group], demonstrations: Sequence[Group]) -> Metrics:
         """Runs in the learner's thread, while episodes of later steps are collected."""
         batch = credited_batch(
             self.algorithm, self.learner, self.config, [*groups, *demonstrations], self.step, self.rollout.schema_masks
         )
-        metrics = episode_metrics(groups) | self.source.observe(self.step, groups) | batch.metrics
+        metrics = episode_metrics(groups) | batch.metrics
         terms, self.outcomes = batch.terms, batch.outcomes
         self.learner.term_log = self.credited = None
         if self.config.track.terms and terms.place is not None and len(terms):
@@ -296,7 +320,8 @@ class Trainer:
         return metrics | {"rollout/sampled_per_second": rate}
 
     async def _report(self, groups: Sequence[Group], metrics: Metrics, timer: StageTimer) -> None:
-        """Run the hooks, log the metrics, warn of steps without learning, stop if nearly every episode fails."""
+        """Run the hooks, log the metrics, warn of steps without learning. Raise if nearly every episode fails, or if an
+        alarm holds."""
         self.train_seconds += timer.metrics()["time/step"]
         try:
             for hook in self.hooks:
@@ -305,11 +330,15 @@ class Trainer:
             save_seconds = self.save.seconds() if self.save is not None else {}
             seconds = self._idle_seconds(timer) | timer.metrics() | save_seconds
             self.tracker.log(metrics | seconds | self.usage.metrics(), step=self.step)
+        self.metrics = metrics
         for warning in self.diagnosis_monitor.add(metrics | {"step": self.step}):
             log.warning(warning)
         episodes = [episode for group in groups for episode in group.episodes]
         num_episodes = len(episodes) + int(metrics["rollout/filtered_episodes"])
         self.failure_monitor.check("step", self.step, [*episodes, *self.rollout.take_dropped_failures()], num_episodes)
+        alarm = self.diagnosis_monitor.alarm() if self.config.trainer.on_alarm != "warn" else None
+        if alarm is not None:  # before the checkpoint of this step
+            raise AlarmStopped(alarm)
 
     def _idle_seconds(self, timer: StageTimer) -> Metrics:
         now = time.perf_counter()

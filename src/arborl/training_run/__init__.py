@@ -15,6 +15,7 @@ In reading order:
     step_replay.py    `arborl replay`: an optimizer step again, from the files of its run
     step_analysis.py  What a token contributed to a step; the step without an episode
     rank_recovery.py  Restart after the loss of a learner rank
+    alarm_recovery.py Stop or rollback after an alarm of the diagnosis
     run_folder.py     The run folder and its files; the model that a path stands for
     object_names.py   Names of parts that are Python objects
     signals.py        Stopping a run by signals

@@ -18,9 +18,10 @@ from arborl.checkpoint import has_checkpoints
 from arborl.config.config_base import to_plain
 from arborl.config.load_config import from_kwargs
 from arborl.config.run_config import RunConfig
-from arborl.errors import LearnerRankLost
+from arborl.errors import AlarmStopped, ConfigError, LearnerRankLost
 from arborl.track.run_log import recorded_warnings
 from arborl.track.tracing import traced
+from arborl.training_run.alarm_recovery import AlarmRecovery
 from arborl.training_run.build import build, count_steps
 from arborl.training_run.measure import MeasureOptions, play, policies
 from arborl.training_run.object_names import name_objects
@@ -100,7 +101,8 @@ def train(
 
     Args:
         config: the run.
-        resume: `latest`, a step, or the path of a checkpoint.
+        resume: `latest`, `best`, a step, or the path of a checkpoint; `auto`: the newest usable checkpoint of
+            `output_dir`, or a new run if there is none.
         stub: a few small steps with scripted replies, to test the loop.
         objects: Python objects of parts, by their names in the configuration.
         hooks: additional hooks, called after each step.
@@ -124,12 +126,15 @@ def train(
                 if profile:
                     session.profile()
                 return Run(home, wait_for(session.run(), stops), objects)
-        except LearnerRankLost as lost:
-            if not training.recovery.count(lost) or stops.got is not None:
+        except (LearnerRankLost, AlarmStopped) as stopped:
+            restarts = training.restarts(stopped)
+            if restarts and stops.got is not None and isinstance(stopped, AlarmStopped):
+                raise asyncio.CancelledError from stopped  # ends like any stop by a signal; the rollback is recorded
+            if not restarts or stops.got is not None:
                 raise
             return None
 
-    with StopSignals(config.trainer.stop_seconds) as stops, claimed(config, resuming=resume is not None) as home:
+    with StopSignals(config.trainer.stop_seconds) as stops, claimed(config, resuming=_resumes(config, resume)) as home:
         while (done := attempt(home, resume)) is None:
             resume = _next_resume(home, resume)
         return done
@@ -146,30 +151,35 @@ async def train_async(
         try:
             with training.session(home, resume) as session:
                 return session if isinstance(session, Run) else Run(home, await session.run(), objects)
-        except LearnerRankLost as lost:
-            if not training.recovery.count(lost) or task.cancelling():
+        except (LearnerRankLost, AlarmStopped) as stopped:
+            if not training.restarts(stopped) or task.cancelling():
                 raise
             return None
 
-    with claimed(config, resuming=resume is not None) as home:
+    with claimed(config, resuming=_resumes(config, resume)) as home:
         while (done := await attempt(home, resume)) is None:
             resume = _next_resume(home, resume)
         return done
 
 
 class _Training:
-    """Builds the session of each attempt of a run; further attempts follow the loss of a rank."""
+    """Builds the session of each attempt of a run; further attempts follow the loss of a rank, or an alarm."""
 
     def __init__(self, config: RunConfig, objects: Mapping[str, Any], hooks: Sequence[Hook]):
         to_plain(config)  # raises now if an argument is an object that no file can hold
         self.config, self.objects, self.hooks = config, objects, hooks
-        self.recovery = RankRecovery(config.learner.restarts)
+        self.recovery, self.alarms = RankRecovery(config.learner.restarts), AlarmRecovery(config)
+
+    def restarts(self, stopped: LearnerRankLost | AlarmStopped) -> bool:
+        """Whether another attempt follows."""
+        return stopped.restarts if isinstance(stopped, AlarmStopped) else self.recovery.count(stopped)
 
     @contextmanager
     def session(
         self, home: Path, resume: str | None, saving: Callable[[], None] = lambda: None
     ) -> Iterator[RunSession | Run]:
         """A session that starts or resumes the run in its folder; the `Run` itself if it is already finished."""
+        self.alarms.load(home)
         start = find_resume_point(home, resume, self.config) if resume is not None else None
         config = self.config if start is None else keep_dtype(start.before, self.config)
         if start is not None:
@@ -186,17 +196,28 @@ class _Training:
 
         try:
             yield RunSession(
-                parts, home, start=start, saving=saving, hooks=self.hooks, recovery=self.recovery, warnings=warnings
-            )
+                parts, home, start=start, saving=saving, hooks=self.hooks, recovery=self.recovery, alarms=self.alarms,
+                warnings=warnings,
+            )  # fmt: skip
         finally:
             parts.leave()
 
 
+def _resumes(config: RunConfig, resume: str | None) -> bool:
+    """Whether the run folder must exist."""
+    if resume != "auto":
+        return resume is not None
+    if config.output_dir is None:
+        raise ConfigError("--resume auto: the run folder must have the same name each time. Write output_dir=FOLDER.")
+    return (config.output_dir / "config.yaml").is_file()
+
+
 def _next_resume(home: Path, resume: str | None) -> str | None:
-    """Where a run resumes after the loss of a rank: its last checkpoint, else its first start. The objects of the lost
-    attempt are freed first: two models might not fit."""
+    """Where a run resumes after the loss of a rank or a rollback: its last checkpoint, else its first start. Objects of
+    the former attempt are freed first: two models might not fit."""
     gc.collect()
-    return "latest" if has_checkpoints(home / "checkpoints") else resume
+    is_elsewhere = resume is not None and Path(resume).is_dir() and not has_checkpoints(home / "checkpoints")
+    return resume if is_elsewhere else "auto"
 
 
 def _finished_message(home: Path, start: ResumePoint, config: RunConfig) -> str:

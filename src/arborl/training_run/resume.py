@@ -73,10 +73,12 @@ class ResumePoint:
 
 def find_resume_point(home: Path, which: str, config: RunConfig) -> ResumePoint | None:
     """The checkpoint `which` of a run and the changed settings; None (start again) if `latest` is wanted and there is
-    none."""
-    if which == "latest" and not checkpoint.has_checkpoints(home / "checkpoints"):
+    none, or `auto` and none can be used."""
+    root = home / "checkpoints"
+    folder = checkpoint.newest_usable(root) if which == "auto" else None
+    if folder is None and (which == "auto" or (which == "latest" and not checkpoint.has_checkpoints(root))):
         return None
-    folder = checkpoint.find(home / "checkpoints", which)
+    folder = folder or checkpoint.find(root, which)
     state = checkpoint.load_state(folder)
     for key, kind in {"step": int, "before": dict, "algorithm": dict, "train_seconds": int | float}.items():
         if not isinstance(state.get(key), kind):
@@ -108,7 +110,8 @@ def finished_summary(home: Path, start: ResumePoint, steps: int) -> dict[str, An
         summary = json.loads((home / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return summary if isinstance(summary, dict) and summary.get("steps") == start.step else None
+    is_finished = isinstance(summary, dict) and summary.get("steps") == start.step and not summary.get("stopped")
+    return summary if is_finished else None
 
 
 def changes(before: RunConfig, now: RunConfig) -> Iterator[SettingChange]:

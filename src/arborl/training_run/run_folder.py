@@ -171,6 +171,15 @@ def remove_later_configs(folder: Path, step: int) -> None:
             path.unlink(missing_ok=True)
 
 
+def rewind_episodes(folder: Path, step: int) -> None:
+    """Delete the episodes and loss terms of all steps after this one: a run that resumes here repeats them."""
+    for place in ("episodes", "episodes/evaluation", "episodes/demonstrations", "terms"):
+        for path in (folder / place).glob("step-*"):
+            number = path.stem.removeprefix("step-")
+            if number.isdecimal() and int(number) > step and not path.is_dir():
+                path.unlink(missing_ok=True)
+
+
 def write_json(path: Path, content: dict[str, Any]) -> Path:
     with disk_errors(path):
         path.write_text(json.dumps(content, indent=2) + "\n")

@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console as Terminal
 
-from arborl import checkpoint
 from arborl.config.algorithm_config import is_custom
 from arborl.config.config_base import to_plain
 from arborl.config.secrets import mask_secrets
 from arborl.diagnosis.step_rules import step_remark
-from arborl.errors import LearnerRankLost, RunStopped
+from arborl.errors import AlarmStopped, LearnerRankLost, RunStopped
+from arborl.learner.distributed.learner_group import LearnerGroup
 from arborl.registry import short_name
 from arborl.rollout.episode_store import EpisodeStore
 from arborl.track import Console, JsonlTracker, TensorBoardTracker, Tracker, Trackers, table_before_after
 from arborl.track.background_tracker import BackgroundTracker
 from arborl.track.console import thousands
+from arborl.track.jsonl import read_metrics
 from arborl.track.run_log import RunLog
 from arborl.track.timeline import Timeline
 from arborl.track.tracing import traced
@@ -41,6 +42,7 @@ from arborl.trainer.hooks import (
 )
 from arborl.trainer.trainer import Hook, Trainer
 from arborl.training_run import run_folder
+from arborl.training_run.alarm_recovery import AlarmRecovery
 from arborl.training_run.artifacts import EpisodeRenderer, write_artifacts
 from arborl.training_run.build import RunParts
 from arborl.training_run.rank_recovery import RankRecovery
@@ -66,10 +68,12 @@ class RunSession:
         saving: Callable[[], None] = lambda: None,
         hooks: Sequence[Hook] = (),
         recovery: RankRecovery | None = None,
+        alarms: AlarmRecovery | None = None,
         warnings: Sequence[logging.LogRecord] = (),
     ):
         self.parts, self.config, self.home, self.start = parts, parts.config, home, start
         self.saving, self.hooks, self.recovery = saving, list(hooks), recovery or RankRecovery(0)
+        self.alarms = alarms or AlarmRecovery(self.config)
         self.start_time = time.monotonic()
         self.before: Metrics = {}
         self.log = RunLog(home / "run.log", to_plain(self.config), warnings)
@@ -77,6 +81,7 @@ class RunSession:
         self.summary: dict[str, Any] = {}
         self.execution: dict[str, str] = {}
         self.status = "failed"
+        self.rolled_back: list[str] = []
         track = self.config.track
         self.render: EpisodeRenderer | None = None
         if track.render_every:
@@ -128,12 +133,20 @@ class RunSession:
                 if not self.recovery.count(lost, trainer.step, {first: self.start_time} | save.snapshot_times):
                     self._summarise(trainer, {}, stopped=True)
                 raise
+            except AlarmStopped as stopped:
+                self.episodes.close()
+                save.close()
+                can_restart = (
+                    not isinstance(self.parts.learner, LearnerGroup) or self.parts.learner.launcher is not None
+                )
+                self.alarms.react(stopped, self.home, can_restart)
+                if not stopped.restarts:
+                    await self._report_stop(trainer, console, alarm=stopped.alarm.as_json())
+                raise
             except RunStopped:
                 if trainer.step > 0:
                     self._save(trainer, save, console)
-                self._summarise(trainer, {}, stopped=True)
-                written = await write_artifacts(self.parts, self.home, [], trainer.step)
-                console.note(f"The report is {written.get('report', self.home)}")
+                await self._report_stop(trainer, console)
                 raise
             finally:
                 self.episodes.close()
@@ -141,13 +154,18 @@ class RunSession:
                 await self.parts.close()
         return await self._finish(trainer, after)
 
+    async def _report_stop(self, trainer: Trainer, console: Console, **more: Any) -> None:
+        self._summarise(trainer, {}, stopped=True, **more)
+        written = await write_artifacts(self.parts, self.home, [], trainer.step)
+        console.note(f"The report is {written.get('report', self.home)}")
+
     def _open(self, trainer: Trainer, console: Console) -> None:
         """Start trackers, warm up the engine, check execution paths, and log how the run is executed."""
         trainer.tracker = self.trackers = self._trackers(console, trainer.step)
         config = mask_secrets(to_plain(self.config))
         self.trackers.begin(RunStart(self.home.name, self.home, config, trainer.step))
         messages = resume_messages(self.start) if self.start is not None else []
-        for line in (*messages, *self.recovery.resumed(trainer.step)):
+        for line in (*messages, *self.recovery.resumed(trainer.step), *self.rolled_back):
             console.note(line)
         log.info("memory: %s", self.parts.plan.summary)
         if self.parts.plan.warning:
@@ -170,6 +188,7 @@ class RunSession:
         trainer.failure_monitor.failures.add(after.episodes, "the last evaluation")
         self.episodes.flush()
         save.finish()
+        save.score_last(trainer.step, evaluation_step_metrics(after.metrics))
         return after
 
     def _set_before(self, metrics: Metrics, save: SaveCheckpoints) -> None:
@@ -186,7 +205,7 @@ class RunSession:
             write_tokenizer = parts.faults.checkpoint_files(write_tokenizer)
         save = SaveCheckpoints(
             self.home / "checkpoints", config.trainer.save_every, config.trainer.keep, state, write_tokenizer,
-            self.episodes.flush,
+            self.episodes.flush, self.alarms.keeps, config.trainer.keep_best,
         )  # fmt: skip
         hooks: list[Hook] = [self.episodes] if config.track.episodes else []
         if config.track.episodes and config.track.terms:
@@ -199,7 +218,7 @@ class RunSession:
             hooks.append(RefreshReference(config.demonstrations.steps))
         if (config.evaluation.every or config.demonstrations.steps) and config.evaluation.tasks:
             hooks.append(self.held_out)
-        hooks += [self.recovery, *self.hooks, *([parts.faults] if parts.faults is not None else [])]
+        hooks += [self.recovery, self.alarms, *self.hooks, *([parts.faults] if parts.faults is not None else [])]
         trainer = Trainer(
             config, parts.source, parts.rollout, parts.rewards, parts.algorithm, parts.learner, parts.engine,
             Trackers([]), hooks, save, parts.steps,
@@ -209,7 +228,12 @@ class RunSession:
     def _begin(self, trainer: Trainer, save: SaveCheckpoints) -> None:
         """Write the configuration of a new run, or restore the checkpoint."""
         start = self.start
+        self.rolled_back = self.alarms.resumed(self.home, start.step if start is not None else 0)
+        self.parts.learner.scale_lr(self.alarms.lr_factor)
+        run_folder.rewind_episodes(self.home, start.step if start is not None else -1)
+        save.rewind(start.step if start is not None else None)
         if start is None:
+            self._set_aside_summary(0)
             run_folder.link_checkpoints(self.home, self.config.trainer.checkpoint_dir)
             run_folder.write_config(self.home, self.config)
             return
@@ -218,12 +242,17 @@ class RunSession:
         if self.parts.faults is not None:
             self.parts.faults.load_state(start.state.get("faults", {}))
         self.parts.learner.load(start.folder)
-        checkpoint.rewind(self.home / "checkpoints", trainer.step)
-        with suppress(FileNotFoundError):  # it is outdated from this step on
-            (self.home / "summary.json").replace(self.home / f"summary.before-step-{trainer.step:06}.json")
+        metrics = self.home / "metrics.jsonl"
+        rows = read_metrics(metrics) if metrics.is_file() else iter(())
+        trainer.diagnosis_monitor.restore(row for row in rows if row["step"] <= trainer.step)
+        self._set_aside_summary(trainer.step)
         run_folder.remove_later_configs(self.home, trainer.step)
         if start.changes:
             run_folder.change_config(self.home, start.before, self.config, trainer.step)
+
+    def _set_aside_summary(self, step: int) -> None:
+        with suppress(FileNotFoundError):  # it is outdated from this step on
+            (self.home / "summary.json").replace(self.home / f"summary.before-step-{step:06}.json")
 
     def _trackers(self, console: Console, step: int) -> Trackers:
         done = None if self.start is None else step
@@ -254,7 +283,7 @@ class RunSession:
             trained = thousands(sum(p.numel() for p in parameters if p.requires_grad))
             model += f", LoRA rank {lora.rank} on {', '.join(lora.target)}: {trained} trained"
         decay = config.learner.decay.replace("_", " ")
-        rate = f"learning rate {learner.lr:.3g}" + (f", {decay}" if decay != "none" else "")
+        rate = f"learning rate {learner.lr * self.alarms.lr_factor:.3g}" + (f", {decay}" if decay != "none" else "")
         tasks, group, limit = config.rollout.tasks_per_step, config.rollout.group_size, config.sampling
         if config.data.offline:
             return [model, f"{rate}; {tasks} rows per step"]
@@ -296,6 +325,8 @@ class RunSession:
             "quarantine": trainer.source.set_aside(),
             "execution": self.execution,
         } | more
+        if self.alarms.rollbacks:
+            self.summary["rollbacks"] = self.alarms.summary()
         if self.config.stub:
             self.summary["stub"] = True
         if self.parts.faults is not None:
@@ -316,6 +347,8 @@ class RunSession:
             self._print(table_before_after(summary["before"], summary["after"]))
         for cause in trainer.failure_monitor.failures:
             self._print(f"        failed  {cause}")
+        for back in self.alarms.rollbacks:
+            self._print(f"   rolled back  {back}")
         for name, path in written.items():
             self._print(f"{'replay' if path.suffix == '.gif' else name:>14}  {path}")
         self.status = "finished"

@@ -1,8 +1,9 @@
 """Stopping a run by SIGINT (Ctrl-C), SIGTERM or SIGHUP.
 
-The first signal cancels the run: episodes in progress are dropped, an update in progress is finished, a checkpoint is
-written. The second signal ends the process at once. Schedulers kill some time after SIGTERM: if the checkpoint has not
-begun within `trainer.stop_seconds` after SIGTERM or SIGHUP, the run ends without it.
+The first signal cancels the run: episodes in progress are dropped, an update in progress is given up if it has not
+changed the weights (else it is finished), a checkpoint is written. The second signal ends the process at once.
+Schedulers kill some time after SIGTERM: if the checkpoint has not begun within `trainer.stop_seconds` after SIGTERM or
+SIGHUP, the run ends without it.
 """
 
 from __future__ import annotations

@@ -27,9 +27,11 @@ from arborl import checkpoint
 from arborl.chat.json_schema import SchemaCompiler
 from arborl.config.run_config import RunConfig
 from arborl.config.trust import load_run_config
+from arborl.diagnosis.run_files import ALARMS_FILE
 from arborl.errors import ConfigError
 from arborl.rollout.episode_store import EpisodeStore
 from arborl.track.jsonl import read_metrics
+from arborl.training_run.alarm_recovery import lr_factor, read_rollbacks
 from arborl.training_run.build import LearnerParts, build_learner, count_steps
 from arborl.types import Call, Group, Metrics
 
@@ -248,6 +250,7 @@ class StepReplayer:
         self.checkpoint = self.files.checkpoint(step - 1)
         self.start = _step_of(self.checkpoint) if self.checkpoint is not None else 0
         self.files.check_episodes(self.start, step)
+        self.rollbacks = read_rollbacks(self.files.run / ALARMS_FILE)
         self.notes: list[str] = []
         self.config_file = Path()
         self.temporary = TemporaryDirectory(prefix="arborl-replay-")
@@ -335,6 +338,7 @@ class StepReplayer:
             self.notes += [] if note in self.notes else [note]
         if row.get("learner/micro_batch_tokens"):
             learner.micro_batcher.budget = int(row["learner/micro_batch_tokens"])
+        learner.scale_lr(lr_factor(self.rollbacks, step))
         groups = without_episodes(self.files.groups(step), without)
         everything = [*groups, *without_episodes(self.files.demonstrations(step), without)]
 

@@ -68,7 +68,7 @@ def write_report(
     sections: dict[str, Callable[[], str]] = {
         "header": lambda: _header(name, config, summary),
         "held-out tasks": lambda: _outcome(summary),
-        "findings": lambda: _findings(metrics, stopped=bool(summary.get("stopped"))),
+        "findings": lambda: _findings(metrics, summary),
         "failures": lambda: _failures(summary.get("failures"), folder / "episodes", last_steps),
         "learning curve": lambda: _curve(folder, drawn, name, summary),
         "health": lambda: _health(folder, drawn),
@@ -244,13 +244,27 @@ MAX_CAUSES = 12
 """Failure causes in the report."""
 
 
-def _findings(metrics_file: Path, stopped: bool = False) -> str:
-    """The rules that hold for the run, with advice."""
+def _findings(metrics_file: Path, summary: Mapping[str, Any]) -> str:
+    """Why the run was stopped, its rollbacks, and the rules that hold for it, with advice."""
     rows = list(read_metrics(metrics_file)) if os.path.lexists(metrics_file) else []
     steps = sum("episode/count" in row for row in rows)
-    shown = ['<div class="notice bad"><b>The run was stopped:</b>nearly every episode failed.</div>'] if stopped else []
+    shown = [_notice("The run was stopped:", _stop_reason(summary), "bad")] if summary.get("stopped") else []
+    for back in summary.get("rollbacks", ()):
+        what = f" to step {back.get('to')} after the alarm {back.get('alarm')} at step {back.get('step')}"
+        shown.append(_notice("Rolled back", f"{what} ({back.get('detail')})."))
     shown += [_finding(match, steps) for match in match_rules(rows)]
     return f"<h2>Findings</h2>{''.join(shown)}" if shown else ""
+
+
+def _stop_reason(summary: Mapping[str, Any]) -> str:
+    alarm = summary.get("alarm")
+    if not alarm:
+        return "nearly every episode failed."
+    return f"alarm {alarm.get('name')} at step {alarm.get('step')}: {alarm.get('detail')}."
+
+
+def _notice(title: str, text: str, kind: str = "") -> str:
+    return f'<div class="notice{f" {kind}" if kind else ""}"><b>{escape(title)}</b>{escape(text)}</div>'
 
 
 def _finding(match: RuleMatch, steps: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from arborl.algorithms.recipe import Algorithm, AlgorithmNeeds
 from arborl.config.run_config import LearnerConfig
+from arborl.errors import ArborError
 from arborl.learner.core.packing import Trees
 from arborl.learner.core.update_metrics import TermLog
 from arborl.models.lora import export_merged, has_lora
@@ -21,12 +23,20 @@ if TYPE_CHECKING:
     from arborl.learner.core.checkpoint_files import ShardedSnapshot, Snapshot
 
 
+class UpdateInterrupted(ArborError):
+    """An update was given up before its first optimizer step: the learner is as before it."""
+
+
 class BaseLearner(ABC):
     """Trains a policy on token trees and terms."""
 
     model: PreTrainedModel  # the policy whose weights an engine shares
     config: LearnerConfig
     lr: float  # learning rate of the policy before the schedule
+    interrupt: threading.Event | None = None
+    """If set during `score_terms` or before the first optimizer step of `update`, a learner of one process raises
+    `UpdateInterrupted` after the current micro-batch. Ranks go on: giving up would need their agreement at every
+    micro-batch."""
     term_log: TermLog | None = None  # collects per-token results of updates; None where they are not recorded
 
     @abstractmethod
@@ -59,6 +69,10 @@ class BaseLearner(ABC):
     @abstractmethod
     def update_reference(self) -> None:
         """Set the reference model to the current policy."""
+
+    @abstractmethod
+    def scale_lr(self, multiplier: float) -> None:
+        """Multiply all learning rates of later updates, on top of the schedule; not part of a checkpoint."""
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:

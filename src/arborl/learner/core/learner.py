@@ -24,7 +24,7 @@ from arborl.config.run_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.attention.path_selection import CHECK_STEM, PathSelector, sample_micro_batch
 from arborl.learner.core.checkpoint_files import Snapshot, checkpoint_tensors, load_checkpoint
-from arborl.learner.core.interface import BaseLearner
+from arborl.learner.core.interface import BaseLearner, UpdateInterrupted
 from arborl.learner.core.offload import HostCopier, OffloadedModel
 from arborl.learner.core.optimizer import (
     NO_INITIAL_UPDATES,
@@ -134,6 +134,9 @@ class Learner(BaseLearner):
         self.pending_snapshot: Snapshot | None = None  # the snapshot whose copies from the device may still be running
         self.done = 0
         """Optimizer steps of the run so far, including those of skipped updates: the schedule follows the run."""
+        self.lr_multiplier = 1.0
+        self.has_stepped = False
+        """Whether the current update has changed the weights."""
 
     def check_paths(self) -> None:
         with torch.enable_grad():
@@ -155,9 +158,10 @@ class Learner(BaseLearner):
     def lr_factor(self) -> float:
         before = self.first.count * self.steps
         if self.done < before:
-            return self.first.lr / self.lr
+            return self.first.lr / self.lr * self.lr_multiplier
         total = max(self.total_steps * self.steps - before, 0)
-        return lr_factor(self.config, self.done - before, total, self.config.min_lr / self.lr)
+        scheduled = lr_factor(self.config, self.done - before, total, self.config.min_lr / self.lr)
+        return scheduled * self.lr_multiplier
 
     def minibatches_of(self, trees: Trees) -> list[Ints]:
         """The tree numbers of each mini-batch, in parts of nearly equal count."""
@@ -211,6 +215,7 @@ class Learner(BaseLearner):
             def work(batches: list[MicroBatch]) -> tuple[Floats, Floats]:
                 logprob, values = np.zeros(len(terms)), np.zeros(len(terms))
                 for batch in batches:
+                    self._check_interrupt()
                     outputs = placed(batch, self.sampling, self.path_selector(placed.model, batch), value)
                     if not len(batch.rows):
                         continue
@@ -261,6 +266,23 @@ class Learner(BaseLearner):
 
     def update(self, trees: Trees, terms: Terms, algorithm: Algorithm, names: Sequence[str] = ()) -> Metrics:
         self._finish_copies()
+        began, loss_scale = self.done, self.loss_scale.state_dict()
+        try:
+            return self._update(trees, terms, algorithm, names)
+        except UpdateInterrupted:
+            self.done = began
+            self.loss_scale.load_state_dict(loss_scale)
+            self.optimizer.zero_grad()
+            raise
+        finally:
+            self.has_stepped = False
+
+    def _check_interrupt(self) -> None:
+        """Called between micro-batches."""
+        if self.interrupt is not None and self.interrupt.is_set() and not self.has_stepped:
+            raise UpdateInterrupted
+
+    def _update(self, trees: Trees, terms: Terms, algorithm: Algorithm, names: Sequence[str]) -> Metrics:
         began, whole = self.done, self.batch_group.sum(algorithm.count(terms))
         self.done = began + self.steps
         finite, metrics = drop_groups(terms, non_finite_terms(terms), names, self.batch_group)
@@ -296,7 +318,7 @@ class Learner(BaseLearner):
         sums = self._compute_gradients(trees, terms, algorithm, share)
         metrics = sums.metrics(self.batch_group)
         self.strategy.reduce_gradients(self.optimizer)
-        factor = self.lr_factor
+        factor, self.has_stepped = self.lr_factor, True
         if algorithm.trust_region is None:
             metrics |= self.optimizer.step(factor)
         else:
@@ -329,6 +351,7 @@ class Learner(BaseLearner):
             sums = UpdateSums()
             with dropout_on(self.model, derive(self.seed, "dropout", self.done, self.batch_group.rank)):
                 for number, (batch, outputs, terms_M) in enumerate(self._forward(batches, terms, algorithm), start=1):
+                    self._check_interrupt()
                     last = number == len(batches)
                     if terms_M is None:
                         zero = [one for one in (outputs.logprob_M, outputs.value_M) if one is not None]
@@ -417,6 +440,9 @@ class Learner(BaseLearner):
             return self.batch_group.sum(total)
 
         return natural_step(policy, kl, surrogate, before, settings)
+
+    def scale_lr(self, multiplier: float) -> None:
+        self.lr_multiplier = multiplier
 
     def weights(self) -> dict[str, Tensor]:
         return dict(self.model.state_dict())

@@ -147,6 +147,9 @@ class LearnerGroup(BaseLearner):
     def update_reference(self) -> None:
         self._call_all("update_reference")
 
+    def scale_lr(self, multiplier: float) -> None:
+        self._call_all("scale_lr", multiplier)
+
     def weights(self) -> dict[str, Tensor]:
         self._publish()
         return dict(self.model.state_dict())

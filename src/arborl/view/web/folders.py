@@ -31,6 +31,7 @@ MAX_ENTRIES_BELOW = 20_000
 MAX_IMAGES = 2000
 MAX_FILES = 4096
 """Configurations, summaries and other small files in the cache."""
+MAX_ROLLBACKS = 20
 MAX_TEXT = 400
 MAX_SET_ASIDE = 50
 """Entries of `quarantine` that are shown."""
@@ -157,8 +158,7 @@ def _read_cached(path: Path, reader: Callable[[Path], Any], stamp: tuple[int, ..
 
 def read_execution(folder: Path) -> dict[str, str]:
     """Device, precision and execution paths of the run; empty if they are not known."""
-    found = read_mapping(folder / "execution.json", read_json)[0]
-    return {name: text for name, value in list(found.items())[:20] if (text := _text(value)) is not None}
+    return _texts(read_mapping(folder / "execution.json", read_json)[0])
 
 
 def flat_config(folder: Path) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _flat_cached(path: Path, stamp: Stamp) -> dict[str, Any]:
 
 
 def _plain_summary(found: Mapping[str, Any]) -> dict[str, Any]:
-    failures = found.get("failures")
+    failures, rollbacks = found.get("failures"), found.get("rollbacks")
     return {
         "there": bool(found),
         "stopped": bool(found.get("stopped")),
@@ -186,6 +186,8 @@ def _plain_summary(found: Mapping[str, Any]) -> dict[str, Any]:
         "failures": [one for one in failures if isinstance(one, Mapping)] if isinstance(failures, list) else [],
         "accounting": _accounting(found.get("accounting")),
         "quarantine": _quarantine(found.get("quarantine")),
+        "alarm": _texts(found.get("alarm")),
+        "rollbacks": [_texts(one) for one in rollbacks[:MAX_ROLLBACKS]] if isinstance(rollbacks, list) else [],
     }
 
 
@@ -203,6 +205,12 @@ def _accounting(found: Any) -> dict[str, float]:
         return {}
     dropped = {f"dropped/{why}"[:MAX_TEXT]: count for why, count in list(_numbers(found.get("dropped")).items())[:40]}
     return _numbers({name: found.get(name) for name in ("started", "trained", "pending")}) | dropped
+
+
+def _texts(found: Any) -> dict[str, str]:
+    pairs = list(found.items())[:20] if isinstance(found, Mapping) else []
+    texts = {name: str(value) if type(value) in (int, float) else _text(value) for name, value in pairs}
+    return {name: text for name, text in texts.items() if text is not None}
 
 
 def look_up(config: Mapping[str, Any], path: str) -> Any:
