@@ -61,16 +61,16 @@ HEALTHY = {
 @pytest.mark.parametrize("name", list(HEALTHY))
 def test_a_small_run_that_learns_has_no_fault(name, tmp_path):
     arborl.run(output_dir=tmp_path / "run", **SMALL | HEALTHY[name])
-    assert [finding.name for finding in examine_run(tmp_path / "run")] == ["run", "learning", "execution"]
+    assert [finding.name for finding in examine_run(tmp_path / "run")] == ["run", "learning", "execution", "accounting"]
 
 
 def test_two_steps_are_too_few_to_judge(tmp_path):
     arborl.run(output_dir=tmp_path / "run", steps=2, **SMALL)
     findings = [(finding.name, finding.state) for finding in examine_run(tmp_path / "run")]
-    assert findings == [("run", "ok"), ("learning", "warn"), ("execution", "ok")]
+    assert findings == [("run", "ok"), ("learning", "warn"), ("execution", "ok"), ("accounting", "ok")]
 
 
 def test_scripted_replies_have_no_difference_between_engine_and_learner(tmp_path, caplog):
     arborl.run(output_dir=tmp_path / "run", stub=True, **SMALL | {"evaluation.tasks": 0})
-    assert [finding.name for finding in examine_run(tmp_path / "run")] == ["run", "learning", "execution"]
+    assert [finding.name for finding in examine_run(tmp_path / "run")] == ["run", "learning", "execution", "accounting"]
     assert "disagree" not in caplog.text

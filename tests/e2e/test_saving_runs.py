@@ -100,14 +100,24 @@ def settings(folder: Path) -> dict[str, object]:
     return {"output_dir": folder, "engine": "scripted"} | words
 
 
-def full_disk(step: int) -> dict[str, object]:
-    rule = {"part": "disk", "kind": "full", "name": "checkpoint", "at": {"step": step}}
+def full_disk(*steps: int) -> dict[str, object]:
+    rule = {"part": "disk", "kind": "full", "name": "checkpoint", "at": {"step": list(steps)}}
     return {"faults": {"rules": [rule]}}
 
 
-def test_a_disk_that_fills_up_in_the_background_ends_the_run_with_one_sentence(tmp_path):
-    with pytest.raises(DiskWriteError, match=r"step-000002: cannot be written: No space left on device\."):
-        arborl.run(**settings(tmp_path / "run") | full_disk(2))
+def test_a_full_disk_at_one_checkpoint_is_a_warning_and_the_next_step_is_saved(tmp_path):
+    home = tmp_path / "run"
+    done = arborl.run(**settings(home) | {"trainer.save_every": 4, "trainer.keep": 9} | full_disk(4))
+    assert done.summary["steps"] == 6
+    assert sorted(path.name for path in (home / "checkpoints").iterdir()) == ["step-000005", "step-000006"]
+    log = (home / "run.log").read_text()
+    assert "step-000004: cannot be written: No space left on device." in log
+    assert "The next step is saved instead (failure 1 of 3)." in log
+
+
+def test_a_disk_that_stays_full_ends_the_run_with_one_sentence(tmp_path):
+    with pytest.raises(DiskWriteError, match=r"step-000004: cannot be written: No space left on device\."):
+        arborl.run(**settings(tmp_path / "run") | full_disk(2, 3, 4, 5))
     root = tmp_path / "run" / "checkpoints"
     assert [path.name for path in root.iterdir()] == ["step-000001"]
     assert "No space left" in (tmp_path / "run" / "run.log").read_text()

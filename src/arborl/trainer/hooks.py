@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from arborl import checkpoint
+from arborl.errors import DiskWriteError
 from arborl.learner.core.checkpoint_files import ShardedSnapshot, Snapshot
 from arborl.rollout.episode_store import EpisodeStore
 from arborl.rollout.term_store import VALUE_COLUMNS, Columns, TermStore
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_FAILED_WRITES = 3
+"""Checkpoints in a row that cannot be written, after which the run ends."""
 RESERVE_SECONDS = 1.0
 """How long a due checkpoint waits for memory that is being allocated."""
 NUM_PROFILED_STEPS = 2
@@ -112,11 +115,11 @@ class TrackEpisodes:
 
 
 class SaveCheckpoints:
-    """Write a checkpoint every `every` steps, and at the last, in the background. An error ends the run a step later.
-    The run waits only if the checkpoint before is still being written. Memory for the copies is allocated in the
-    background after the first step, which takes long for large models; a checkpoint that is due earlier is written
-    after the first step that finds the memory ready. With `keep_best` a step with a better value of that metric is
-    saved too."""
+    """Write a checkpoint every `every` steps, and at the last, in the background. If the disk is full, the next step is
+    saved instead; the third failure in a row, and one of the last checkpoint, ends the run. The run waits only if the
+    checkpoint before is still being written. Memory for the copies is allocated in the background after the first step,
+    which takes long for large models; a checkpoint that is due earlier is written after the first step that finds the
+    memory ready. With `keep_best` a step with a better value of that metric is saved too."""
 
     def __init__(
         self,
@@ -136,12 +139,15 @@ class SaveCheckpoints:
         self.spent = {"time/checkpoint": 0.0, "time/checkpoint_written": 0.0}
         self.reported = dict(self.spent)
         self.is_first, self.is_reserving, self.due = True, False, False
+        self.num_failed = 0
+        """Writes in a row that the disk refused."""
         self.written: tuple[Path, dict[str, Any]] | None = None
         self.snapshot_times: dict[int, float] = {}
         """By step, when the weights of its checkpoint were copied."""
 
     def __call__(self, trainer: Trainer) -> None:
-        self.background.raise_if_failed()
+        with self._tolerating_disk_errors():
+            self.background.raise_if_failed()
         is_last = trainer.step == trainer.num_steps
         if self.is_first:
             self.background.start(trainer.learner.reserve())
@@ -186,14 +192,29 @@ class SaveCheckpoints:
         return not self.is_reserving
 
     def _start(self, trainer: Trainer) -> None:
-        self.due = False
         with self._waiting():
-            self.background.wait()
+            with self._tolerating_disk_errors():
+                self.background.wait()
+            self.due = False
             state, snapshot = self._state(trainer), trainer.learner.snapshot()
             self.snapshot_times[trainer.step] = time.monotonic()
             self.background.start(partial(self._write, trainer.step, state, snapshot))
             if snapshot.live:
-                self.background.wait()
+                with self._tolerating_disk_errors() if trainer.step < trainer.num_steps else nullcontext():
+                    self.background.wait()
+
+    @contextmanager
+    def _tolerating_disk_errors(self) -> Iterator[None]:
+        """A checkpoint that could not be written is written after the next step, `MAX_FAILED_WRITES` times."""
+        try:
+            yield
+        except DiskWriteError as error:
+            self.num_failed += 1
+            if self.num_failed >= MAX_FAILED_WRITES:
+                raise
+            count = f"failure {self.num_failed} of {MAX_FAILED_WRITES}"
+            log.warning("%s The next step is saved instead (%s).", error, count)
+            self.due = True
 
     def _write(self, step: int, state: dict[str, Any], snapshot: Snapshot | ShardedSnapshot) -> None:
         start = time.perf_counter()
@@ -206,7 +227,7 @@ class SaveCheckpoints:
         path = checkpoint.save(self.root, step, write, state, self.keep, self._kept)
         seconds = time.perf_counter() - start
         self.spent["time/checkpoint_written"] += seconds
-        self.written = path, state
+        self.written, self.num_failed = (path, state), 0
         log.info("saved %s in %.1f s", path, seconds)
 
     def _kept(self, steps: Sequence[int]) -> Collection[int]:
