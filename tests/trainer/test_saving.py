@@ -144,11 +144,30 @@ def failed(save: SaveCheckpoints, trainer: Trainer) -> None:
         time.sleep(0.01)
 
 
-def test_a_failed_write_ends_the_run_at_the_next_step_and_keeps_the_checkpoint_before(make, tmp_path):
+def test_after_a_failed_write_the_next_step_is_saved(make, tmp_path, caplog):
     save, trainer = make(every=2, keep=1), Trainer()
     failed(save, trainer)
-    with pytest.raises(DiskWriteError, match=r"step-000004: cannot be written: No space left on device"):
-        trainer.train(save)
+    trainer.learner.error = None
+    trainer.train(save)
+    save.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
+    assert "step-000004: cannot be written: No space left on device" in caplog.text
+    assert "The next step is saved instead (failure 1 of 3)" in caplog.text
+    assert save.num_failed == 0
+
+
+def test_the_third_failed_write_in_a_row_ends_the_run_and_keeps_the_checkpoint_before(make, tmp_path):
+    save, trainer = make(every=2, keep=1), Trainer()
+    failed(save, trainer)  # step 4
+
+    def train_on():
+        for _ in range(5):
+            trainer.train(save)
+            save.background.thread.submit(int).result()  # after the write
+
+    with pytest.raises(DiskWriteError, match=r"step-000006: cannot be written: No space left on device"):
+        train_on()
+    assert trainer.step == 7
     assert weights(find(tmp_path, "latest")) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
 
