@@ -146,9 +146,11 @@ def test_a_killed_process_is_replaced_and_the_run_goes_on(tmp_path):
     assert sum(row["rollout/processes_replaced"] for row in rows) > 0
 
 
-@pytest.mark.parametrize(("name", "file"), [("checkpoint", "step-000002"), ("episodes", "step-000002.jsonl")])
-def test_a_full_disk_ends_the_run_with_one_sentence_and_it_resumes(tmp_path, name, file):
-    rule = {"part": "disk", "kind": "full", "name": name, "at": {"step": 2}, "once": True}
+@pytest.mark.parametrize(
+    ("name", "step", "file"), [("checkpoint", 4, "step-000004"), ("episodes", 2, "step-000002.jsonl")]
+)
+def test_a_full_disk_ends_the_run_with_one_sentence_and_it_resumes(tmp_path, name, step, file):
+    rule = {"part": "disk", "kind": "full", "name": name, "at": {"step": step}, "once": True}
     more = {"trainer.save_every": 1, "steps": 4}
     with pytest.raises(DiskWriteError, match=f"{file}: cannot be written: No space left on device"):
         run(tmp_path / "run", rule, **more)
