@@ -26,6 +26,8 @@ FRAMEWORK = tuple(
     )
 )  # fmt: skip
 """Files of the framework that every call to user code passes."""
+MODEL_COMPONENTS = ("engine", "learner", "reference", "critic", "teacher")
+"""Components that run a model, by the first word of their names; their failures are none of the task."""
 MAX_CAUSES = 50
 """Distinct causes; further failures are counted with the most similar one."""
 MAX_LINE = 400
@@ -52,6 +54,11 @@ class FailureCause:
 
     def __str__(self) -> str:
         return f"{one_line(self.failure)} ×{self.count} (first in episode {self.episode} of {self.when})"
+
+
+def component(failure: Failure) -> str:
+    """`environment` for a failure of `environment 'lake'`."""
+    return failure.where.partition(" ")[0]
 
 
 class Failures:

@@ -86,6 +86,18 @@ def test_a_node_with_other_versions_is_refused_by_name():
         check_versions(ours, ours | {"torch": "1.0"}, "engine 0 (process 7 on 10.0.0.2)")
 
 
+def test_an_engine_of_the_cluster_is_saturated_when_every_replica_is_at_its_limit():
+    from arborl.cluster.placement.ray_engine import EngineReplica, RayEngine
+    from arborl.engines.remote.replicas import ReplicaPool
+
+    replicas = [EngineReplica("engine 0", up=True, busy=2), EngineReplica("engine 1", up=True, busy=1)]
+    engine = RayEngine.__new__(RayEngine)  # without a cluster
+    engine.max_requests, engine.routes = 2, ReplicaPool(replicas, None, 1.0, "engine")
+    assert not engine.is_saturated
+    replicas[1].busy = 2
+    assert engine.is_saturated
+
+
 def test_gpus_are_counted_over_all_nodes_and_a_node_that_is_back_is_found_by_its_address():
     nodes = [ClusterNode("a", "10.0.0.1", 8, 2), ClusterNode("b", "10.0.0.2", 8, 2)]
     gpu = gpus_of(nodes)[3]

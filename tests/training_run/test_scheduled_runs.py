@@ -142,7 +142,7 @@ def test_sigterm_during_an_update_saves_the_state_before_it_and_resuming_is_exac
         assert code == expected, output
         assert "went on" not in output
         if is_stopped:
-            assert complete_steps(tmp_path / "cut" / "checkpoints") == [2]
+            assert complete_steps(tmp_path / "cut" / "checkpoints") == [2], output
     assert settled(tmp_path / "cut") == settled(tmp_path / "whole")
     ours, theirs = weights(tmp_path / "cut"), weights(tmp_path / "whole")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

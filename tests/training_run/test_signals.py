@@ -13,7 +13,7 @@ import pytest
 from forked import Forked
 
 SCRIPT = """
-import asyncio, sys, time
+import asyncio, signal, sys, threading, time
 from arborl.training_run.signals import StopSignals
 
 async def work():
@@ -21,6 +21,9 @@ async def work():
     try:
         if sys.argv[2] == "held":
             time.sleep(30)  # an update, or an environment that does not let go
+        if sys.argv[2] == "thread":  # the system may give a signal to any thread
+            kill = lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+            threading.Timer(0.3, kill).start()
         await asyncio.sleep(30)
     except asyncio.CancelledError:
         stops.saving()
@@ -53,6 +56,12 @@ def test_the_first_signal_saves_however_long_that_takes(number):
     out, _ = process.communicate(timeout=50)
     assert out == "saving\nsaved\n"
     assert process.returncode in (128 + number, -number)
+
+
+def test_a_signal_that_another_thread_receives_wakes_the_run():
+    process = started("60", "thread", "0")
+    out, _ = process.communicate(timeout=20)
+    assert (out, process.returncode) == ("saving\nsaved\n", 143)
 
 
 def test_the_second_signal_ends_at_once():

@@ -158,6 +158,22 @@ def test_the_groups_of_a_file_are_those_that_were_written(run, tmp_path):
     assert found[0].greedy == 0.25
 
 
+@arborl.reward
+def equal_in_the_first_group(episode) -> float:
+    return 1.0 if episode.task.id.endswith("-000") else float(episode.id[-1])
+
+
+def test_a_token_that_was_not_trained_has_the_reason_of_the_accounting(tmp_path):
+    train(tmp_path / "run", rewards=[equal_in_the_first_group], **{"trainer.steps": 1})
+    with StepReplayer(tmp_path / "run", 1) as replayer:
+        replayer.replay()
+        explainer = TokenExplainer(replayer)
+        reasons = {
+            place.episode.id[-5:-2]: explainer.token(place.episode.id, 0, 0).not_trained for place in explainer.places
+        }
+    assert reasons == {"000": "dropped by the algorithm: zero_variance", "001": ""}
+
+
 def test_a_token_is_explained_by_numbers_that_can_be_computed_otherwise(run):
     step, number = varied_group(run)
     group = EpisodeStore.read_groups(run / "episodes" / f"step-{step:06}.jsonl")[number]

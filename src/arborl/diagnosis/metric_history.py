@@ -22,6 +22,7 @@ NUM_STANDARD_ERRORS = 4.0
 
 
 SHORT_SERIES = 4.0
+"""Factor of the larger standard error of short series: 1 + this / number of steps."""
 
 
 class MetricSeries:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from arborl.errors import ArborError
+from arborl.failures import MODEL_COMPONENTS, component
 from arborl.types import Episode, Failure, Group, Metrics
 
 EpisodeKey = tuple[str, int]
@@ -29,8 +30,6 @@ TRAINED = ""
 FILTERED, STALE, REDUNDANT, GROUP_TIMEOUT = "filtered", "stale", "redundant", "group_timeout"
 NOT_SELECTED, NO_TERMS, NOT_FINITE, UPDATE_SKIPPED = "not_selected", "no_terms", "not_finite", "update_skipped"
 RESTARTED, RUN_ENDED = "restarted", "run_ended"
-SCORING_MODELS = ("engine", "learner", "reference", "critic", "teacher")
-"""Components that compute log-probabilities and values, by the first word of their names."""
 MAX_NAMED = 10
 """Episodes that an error message names."""
 
@@ -60,9 +59,9 @@ def episode_key(episode: Episode) -> EpisodeKey:
 
 def failure_reason(failure: Failure) -> str:
     """`failed/environment` for a failure of `environment 'lake'`; `not_finite` for a log-probability or a value."""
-    component = failure.where.partition(" ")[0]
-    is_not_finite = failure.kind == ArithmeticError.__name__ and component in SCORING_MODELS
-    return NOT_FINITE if is_not_finite else f"failed/{component}"
+    where = component(failure)
+    is_not_finite = failure.kind == ArithmeticError.__name__ and where in MODEL_COMPONENTS
+    return NOT_FINITE if is_not_finite else f"failed/{where}"
 
 
 class EpisodeAccounting:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -26,6 +27,26 @@ T = TypeVar("T")
 MAX_NAMES = 5
 """Listed names of calls that have not returned."""
 SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+
+
+@contextmanager
+def signals_wake_loop() -> Iterator[None]:
+    """Any signal wakes the running event loop, so that its handler runs at once. Without this the loop waits on if
+    another thread receives the signal, or if it arrives in the moment before the loop waits."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop, (reader, writer) = asyncio.get_running_loop(), socket.socketpair()
+    with reader, writer:
+        reader.setblocking(False)
+        writer.setblocking(False)
+        loop.add_reader(reader, reader.recv, 4096)
+        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            loop.remove_reader(reader)
 
 
 class StopSignals:
@@ -62,7 +83,8 @@ class StopSignals:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         async def cancellable() -> T:
             self._task = asyncio.current_task()
-            return await work
+            with signals_wake_loop():
+                return await work
 
         return asyncio.run(cancellable())
 

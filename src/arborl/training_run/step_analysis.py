@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from arborl.errors import ConfigError, did_you_mean
+from arborl.rollout.accounting import NOT_SELECTED, TRAINED, episode_key
 from arborl.rollout.term_store import gradient_norms
 from arborl.training_run.step_replay import ReplayedUpdate, StepReplayer, finite
 from arborl.types import Episode, Floats, Group, Ints
@@ -185,18 +186,15 @@ class TokenExplainer:
         return math.sqrt(dot(gradient, gradient)), dot(gradient, self._gradient) / whole if whole else None
 
     def _why_not_trained(self, place: EpisodePlace, call: int) -> str:
-        episode, algorithm = place.episode, self.replayer.parts.algorithm
+        episode = place.episode
         if episode.failure is not None:
             return f"the episode failed: {episode.failure}"
         if not episode.calls[call].trained:
             return "calls of this kind are not trained"
-        algorithm.keep([Group(place.group.task, [episode])])
-        alone = _reasons(algorithm.metrics())
-        algorithm.keep([place.group])
-        reasons = _reasons(algorithm.metrics())
-        if any(one is episode for group in self.done.batch.groups for one in group.valid_episodes):
+        why = self.done.batch.outcomes.get(episode_key(episode), NOT_SELECTED)
+        if why == TRAINED:
             return "left out by learner.max_samples_per_trajectory, or its group has a loss that is not finite"
-        return f"dropped by the algorithm: {', '.join(reasons or alone) or 'no gradient'}"
+        return f"dropped by the algorithm: {why}"
 
     def _advantage_origin(self, place: EpisodePlace, turn: int) -> dict[str, Any]:
         config, episode, group = self.replayer.parts.config.algorithm, place.episode, place.group
@@ -215,10 +213,6 @@ class TokenExplainer:
             "group_std": float(np.std(known)) if known else None,
             "greedy": finite(group.greedy),
         }
-
-
-def _reasons(metrics: Mapping[str, float]) -> list[str]:
-    return [name.removeprefix("dropped/") for name, count in metrics.items() if name.startswith("dropped/") and count]
 
 
 def parse_address(text: str, ids: Sequence[str]) -> tuple[str, int | None, int | None]:

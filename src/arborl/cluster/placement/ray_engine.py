@@ -311,7 +311,7 @@ class RayEngine(Engine):
                 self.cluster.stop(replica.actor)
 
     @property
-    def crowded(self) -> bool:
+    def is_saturated(self) -> bool:
         """Whether every engine is at its request limit."""
         return self.routes.is_saturated(self.max_requests)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from arborl.failures import MODEL_COMPONENTS, component
 from arborl.types import Episode, Task
 
 log = logging.getLogger(__name__)
@@ -26,8 +27,6 @@ NUM_CANDIDATES = 64
 MAX_ENTRIES = 10_000
 """Tasks whose failed draws are remembered; of more, the latest."""
 MAX_DOUBLINGS = 20
-MODEL_COMPONENTS = ("engine", "learner", "reference", "critic", "teacher")
-"""Components whose failures say nothing about the task, by the first word of their names."""
 COPY = re.compile(r"#\d+$")
 """A task that is several times in a batch has an id with a number."""
 
@@ -66,7 +65,7 @@ class TaskQuarantine:
         results: dict[str, list[str]] = {}
         for episode in episodes if self.after else ():
             failure = episode.failure
-            if failure is None or failure.where.partition(" ")[0] not in MODEL_COMPONENTS:
+            if failure is None or component(failure) not in MODEL_COMPONENTS:
                 text = "" if failure is None else f"{failure.where}: {failure.kind}"
                 for name in _names(episode.task, repeats(episode.task)):
                     results.setdefault(name, []).append(text)
