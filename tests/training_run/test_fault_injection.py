@@ -106,8 +106,18 @@ def test_a_fault_can_wait_for_a_step_and_happen_once(tmp_path):
     assert [row["faults/reward/raise"] for row in rows] == [0, 1, 0]
 
 
-def test_a_tool_that_fails_is_a_result_for_the_model(tmp_path):
-    @arborl.tool
+def test_a_hanging_environment_blocks_its_thread_and_no_other_episode(tmp_path):
+    rule = {"part": "environment", "kind": "hang", "rate": 0.1}
+    done = run(tmp_path / "run", rule, **{"rollout.workers": "thread"})
+    episodes, rows = read(done.folder)
+    failed = sum(episode.failure is not None for episode in episodes)
+    assert 0 < failed == done.summary["faults"]["faults/environment/hang"] < len(episodes)
+    assert sum(row["rollout/threads_abandoned"] for row in rows) == failed
+
+
+@pytest.mark.parametrize(("kind", "text"), [("raise", "InjectedFault"), ("hang", "TimeoutError"), ("late", None)])
+def test_a_tool_that_fails_is_a_result_for_the_model(tmp_path, kind, text):
+    @arborl.tool(timeout=0.2)
     def adder(expression: str) -> int:
         """Add.
 
@@ -124,12 +134,13 @@ def test_a_tool_that_fails_is_a_result_for_the_model(tmp_path):
         "engine.args.replies": [call, "4"], "rollout.max_turns": 3,
     }  # fmt: skip
     settings = {key: value for key, value in (SMALL | more).items() if key != "env"}
-    faults = {"rules": [{"part": "tool", "kind": "raise", "rate": 0.5, "name": "adder"}]}
+    faults = {"rules": [{"part": "tool", "kind": kind, "rate": 0.5, "name": "adder"}]}
     done = arborl.run(**settings, faults=faults, output_dir=tmp_path / "run")
     episodes, _ = read(done.folder)
     assert all(episode.failure is None for episode in episodes)
-    failed = sum("InjectedFault" in str(call.messages[-1].content) for one in episodes for call in one.calls)
-    assert 0 < failed <= done.summary["faults"]["faults/tool/raise"]
+    failed = sum((text or "no text") in str(call.messages[-1].content) for one in episodes for call in one.calls)
+    assert (failed > 0) == (text is not None)
+    assert failed <= done.summary["faults"][f"faults/tool/{kind}"] > 0
     with pytest.raises(ConfigError, match=r"faults.rules.0.name: no tool 'addr'. Did you mean 'adder'\?"):
         arborl.run(**settings, faults={"rules": [faults["rules"][0] | {"name": "addr"}]}, output_dir=tmp_path / "other")
 

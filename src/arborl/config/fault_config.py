@@ -45,8 +45,8 @@ class FaultConfig(Config):
     part: Part
     kind: str
     """`raise` an error; `hang` until the deadline; `late`: answer after `seconds`; `lie`: an environment returns a
-    reward of NaN or no observation; `nan`: a reward is NaN; `die`: the process of the environment is killed, or the
-    engine loses the request; `full`: a file cannot be written because the disk is full."""
+    reward of NaN or no observation; `nan`: a reward is NaN; `die`: the process of the environment, or of
+    the engine on Ray, is killed; `full`: a file cannot be written because the disk is full."""
     name: str | None = None
     """Only the environment, tool or reward of this name; for `disk` `checkpoint` or `episodes`. Default: all."""
     rate: float = Field(1.0, gt=0, le=1)

@@ -195,16 +195,16 @@ class ThreadEnv(ElsewhereEnv, EnvWrapper):
     async def open(self, make: Callable[[], Env]) -> None:
         try:
             async with boundary(self.name, self.seconds):
-                self.env = await self._call(make)
+                self.env = await self.call(make)
         except BaseException:
             self.release()
             raise
 
     async def reset(self, task: Task, seed: int) -> Observation:
-        return await self._call(lambda: self.env.reset(task, seed))  # type: ignore[no-any-return]
+        return await self.call(lambda: self.env.reset(task, seed))  # type: ignore[no-any-return]
 
     async def step(self, action: Message) -> Step:
-        return await self._call(lambda: self.env.step(action))  # type: ignore[no-any-return]
+        return await self.call(lambda: self.env.step(action))  # type: ignore[no-any-return]
 
     async def close(self) -> None:
         """Close the environment in its thread. A stuck thread closes it when its call returns."""
@@ -215,7 +215,7 @@ class ThreadEnv(ElsewhereEnv, EnvWrapper):
             self.release(lambda: self._close_late(thread))
             return
         try:
-            await self._call(lambda: self._close(thread))
+            await self.call(lambda: self._close(thread))
         finally:
             self.release()
 
@@ -239,7 +239,8 @@ class ThreadEnv(ElsewhereEnv, EnvWrapper):
         with suppress(BaseException):  # the episode has already failed
             thread.run_awaitable(self.env.close())
 
-    async def _call(self, function: Callable[[], Any]) -> Any:
+    async def call(self, function: Callable[[], Any]) -> Any:
+        """The result of a function in the environment's thread."""
         thread = self.thread = self.thread or self.pool.take()
         outcome = asyncio.wrap_future(thread.call(function))
         self.deadline, self.is_stuck = time.monotonic() + self.seconds, True

@@ -15,8 +15,10 @@ import logging
 import math
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -33,6 +35,7 @@ from arborl.rewards import Rewards
 from arborl.rewards.reward import FunctionReward, GroupReward, RewardsBySource
 from arborl.rewards.threaded_calls import call
 from arborl.rollout.env_processes import ProcessEnv, ProcessPool
+from arborl.rollout.env_threads import ThreadEnv
 from arborl.rollout.env_workers import Workers
 from arborl.rollout.episode_store import EpisodeStore
 from arborl.seeds import generator
@@ -181,9 +184,12 @@ class FaultInjector:
                 )
 
 
-async def _hang(where: str, seconds: float) -> None:
-    """Wait for the deadline of a call, and fail as a call that exceeds it."""
+async def _hang(where: str, seconds: float, thread: ThreadEnv | None = None) -> None:
+    """Wait for the deadline of a call, and fail as a call that exceeds it. The thread of an environment is blocked for
+    twice as long."""
     async with boundary(where, seconds):
+        if thread is not None:
+            await thread.call(partial(time.sleep, 2 * seconds))
         await asyncio.get_running_loop().create_future()
 
 
@@ -236,7 +242,7 @@ class FaultyEnv(EnvWrapper):
         if rule.kind == "raise":
             raise InjectedFault(f"injected by faults, call {self.count}")
         if rule.kind == "hang":
-            await _hang(where, self.seconds)
+            await _hang(where, self.seconds, self.env if isinstance(self.env, ThreadEnv) else None)
         if rule.kind == "late":
             await asyncio.sleep(rule.delay)
         if rule.kind == "die":
@@ -349,13 +355,19 @@ class FaultyEngine(Engine):
     ) -> Completion:
         if session != PROBE_SESSION:
             rule = self.faults.draw("engine", [], ["engine", session, sampling.seed, len(prompt)])
-            if rule is not None and rule.kind == "late":
-                await asyncio.sleep(rule.delay)
-            elif rule is not None:
-                what = "the request was lost with its engine" if rule.kind == "die" else "the request failed"
-                raise EngineError(f"{what} (injected by faults)")
+            if rule is not None:
+                await self._fault(rule, session)
         more = {} if listener is None else {"listener": listener}
         return await self.engine.generate(prompt, sampling, session=session, **more)
+
+    async def _fault(self, rule: FaultConfig, session: str) -> None:
+        if rule.kind == "late":
+            await asyncio.sleep(rule.delay)
+        elif rule.kind == "die" and (kill := getattr(self.engine, "kill_replica", None)) is not None:
+            kill(session)  # the request moves to another replica
+        else:
+            what = "the request was lost with its engine" if rule.kind == "die" else "the request failed"
+            raise EngineError(f"{what} (injected by faults)")
 
     async def load(self, weights: Weights, version: int) -> None:
         await self.engine.load(weights, version)

@@ -330,6 +330,14 @@ class RayEngine(Engine):
 
     # ------------------------------------------------------------------------------------------ processes
 
+    def kill_replica(self, session: str) -> None:
+        """Kill the process that serves this session, as a fault injected on purpose. Its requests move to other
+        replicas, and it is replaced."""
+        replica = self.routes.sessions.get(session) or next(iter(self.routes.up), None)
+        if replica is not None and replica.info is not None:
+            log.warning("killing %s (injected by faults)", replica.where)
+            self.cluster.ray.kill(replica.actor, no_restart=True)
+
     async def _open(self) -> None:
         """Start all engines and load weights; errors of the cluster appear here."""
         try:
