@@ -9,7 +9,7 @@ All runs train seedling on a CPU with `RUN`: half FrozenLake, half sums with a c
 `faults` compares runs in one process with runs on a private Ray cluster with two engines and the faults `FAULTS`.
 Held-out success is measured after the run, without faults. Each injected fault is compared with what the run reports.
 
-`kills` kills a run with SIGKILL at random moments of its life (start, rollout, update, checkpoint), starts it again with
+`kills` kills a run with SIGKILL at random moments (start, rollout, update, checkpoint), starts it again with
 `--resume auto`, and compares it with a run that was not disturbed: weights and metrics of a synchronous run bit for
 bit, the accounting of all. A run on Ray is compared with the same reference as the synchronous one.
 
@@ -69,6 +69,7 @@ RUN: dict[str, Any] = {
     "sampling": {"max_tokens": 48, "max_context": 768},
     "rollout": {"tasks_per_step": 8, "group_size": 8},
     "algorithm": "grpo",
+    "learner": {"lr": 2e-4},
     "threads": 1,
     "evaluation": {"tasks": 0},
     "track": {"timeline": 0, "gifs": 0, "tensorboard": False},

@@ -10,6 +10,7 @@ import signal
 import time
 
 import pytest
+from forked import Forked, forked
 
 from arborl.cluster.placement import ray_cluster
 from arborl.cluster.placement.actors import ClusterActor, VersionMismatch, check_versions, versions
@@ -207,6 +208,34 @@ def test_a_run_on_two_nodes_that_loses_an_engine_and_a_worker_is_the_run_in_one_
     assert killed[1].name in caplog.text
     assert "Processes were lost and replaced: 1 × engine, " in caplog.text  # and what it cost
     assert "processes were lost and replaced" in (tmp_path / "ray" / "report.html").read_text().lower()
+
+
+def test_after_kill_9_a_run_whose_engine_was_killed_too_is_the_run_in_one_process(two_nodes, tmp_path):
+    small = [word for word in SMALL if not word.startswith("trainer.steps")] + [
+        "trainer.steps=4", "trainer.save_every=1", "trainer.keep=9",
+    ]  # fmt: skip
+    faults, home = tmp_path / "faults.yaml", tmp_path / "ray"
+    faults.write_text("- {part: engine, kind: die, at: {step: 2}, once: true}\n")
+    words = ["-m", "arborl", "train", *small, *PLACED, f"placement.address={two_nodes.address}", f"output_dir={home}"]
+    words += ["--faults", str(faults), "--resume", "auto"]
+    victim, deadline = Forked(words), time.monotonic() + 200
+    while len(list((home / "checkpoints").glob("step-*/MANIFEST*"))) < 3:
+        assert time.monotonic() < deadline
+        assert victim.poll() is None, victim.communicate()
+        time.sleep(0.01)
+    victim.send_signal(signal.SIGKILL)
+    victim.communicate()
+    assert not (home / "summary.json").exists()
+    code, output = forked(*words)
+    assert code == 0, output
+    train(load(None, [*small, f"output_dir={tmp_path / 'local'}"]))
+    assert episodes_of(home) == episodes_of(tmp_path / "local")
+    assert weights_of(home) == weights_of(tmp_path / "local")
+    summary = json.loads((home / "summary.json").read_text())
+    assert summary["accounting"] == json.loads((tmp_path / "local" / "summary.json").read_text())["accounting"]
+    assert summary["accounting"]["started"] == 48
+    assert summary["faults"] == {"faults/engine/die": 1}
+    assert sum(row.get("engine/lost", 0) for row in read_metrics(home / "metrics.jsonl")) == 1
 
 
 @pytest.mark.slow

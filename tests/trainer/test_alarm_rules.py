@@ -89,6 +89,16 @@ def test_a_jump_long_before_the_reward_fell_is_not_its_cause():
     assert jump.steps == (43,)
 
 
+@pytest.mark.parametrize(("late_success", "is_found"), [(0.8, True), (1.2, False)])
+def test_episodes_that_grow_after_the_best_success_are_found_and_growth_with_success_is_not(late_success, is_found):
+    success = wavy([*(0.1 + 0.04 * step for step in range(20)), *[0.9] * 10, *[late_success] * 8])
+    length = wavy([*[20.0] * 30, *[90.0] * 8], size=2)
+    given = rows(*({"episode/success": s, "episode/sampled": n} for s, n in zip(success, length, strict=True)))
+    found = [match.detail for match in match_rules(given) if match.rule.name == "length_explodes"]
+    assert bool(found) == is_found
+    assert all("where success was highest" in detail for detail in found)
+
+
 def test_a_warning_about_an_alarm_names_the_setting():
     monitor = DiagnosisMonitor()
     given, _ = CASES["lr_too_high"]

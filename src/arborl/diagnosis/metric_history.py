@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from numbers import Real
@@ -61,6 +62,17 @@ class MetricSeries:
     @property
     def last_steps(self) -> tuple[int, ...]:
         return tuple(self.steps[-self.window :])
+
+    @property
+    def best_step(self) -> int:
+        """Last step of the `window` steps with the highest mean."""
+        ends = range(self.window, len(self) + 1)
+        return self.steps[max(ends, key=lambda end: fmean(self.values[end - self.window : end])) - 1]
+
+    def mean_until(self, step: int) -> float:
+        """Mean of the `window` values up to this step."""
+        count = max(bisect_right(self.steps, step), self.window)
+        return fmean(self.values[count - self.window : count])
 
     @property
     def is_long(self) -> bool:

@@ -13,7 +13,13 @@ from statistics import fmean
 from typing import Literal
 
 from arborl.diagnosis.finding import RULE_TEXTS
-from arborl.diagnosis.metric_history import MIN_STEPS, PATIENCE, MetricHistory, MetricSeries
+from arborl.diagnosis.metric_history import (
+    MIN_STEPS,
+    NUM_STANDARD_ERRORS,
+    PATIENCE,
+    MetricHistory,
+    MetricSeries,
+)
 
 NUM_ERRORS_OF_BEST = 6.0
 """Standard errors between the best and the last mean that count as a fall: the best of many is high by chance."""
@@ -172,10 +178,18 @@ def stale_dropped(history: MetricHistory) -> TrendMatch | None:
 
 
 def length_explodes(history: MetricHistory) -> TrendMatch | None:
-    length = history["episode/sampled"]
-    if length.change() <= 0 or length.late < 2.5 * max(length.early, 8) or history["episode/success"].change() > 0:
+    """Episodes became longer and not better: since the beginning, or since success was highest if it has risen."""
+    length, success = history["episode/sampled"], history["episode/success"]
+    if not length.is_long:
         return None
-    return TrendMatch(_change_text("sampled tokens per episode", length), length.last_steps)
+    best = success.best_step if success.change() > 0 else None
+    before = length.early if best is None else length.mean_until(best)
+    if length.late - before <= NUM_STANDARD_ERRORS * length.standard_error or length.late < 2.5 * max(before, 8):
+        return None
+    since = "" if best is None else f" after step {best}, where success was highest"
+    return TrendMatch(
+        f"sampled tokens per episode went from {before:.3g} to {length.late:.3g}{since}", length.last_steps
+    )
 
 
 def out_of_turns(history: MetricHistory) -> TrendMatch | None:
