@@ -90,6 +90,7 @@ MODES = {
     "ray": ("deterministic=true", *RAY),
 }
 NUM_EVALUATION_TASKS = 400
+GPU_MEMORY = ("system/gpu_memory_gib", "system/gpu_allocated_gib")
 
 
 def settings_of_machine() -> str:
@@ -180,8 +181,9 @@ def _killed(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     cut, rng = args.out / f"{mode}-killed", random.Random(args.seed)
     shutil.rmtree(cut, ignore_errors=True)
     moments: list[str] = []
-    while len(moments) < args.kills and not (cut / "summary.json").is_file():
-        moments.append(_kill_once(cut, [*words, *MODES[mode]], rng, args.steps / args.kills))
+    while len(moments) < args.kills:
+        left = (args.steps - len(step_rows(cut))) / (args.kills - len(moments) + 1)
+        moments.append(_kill_once(cut, [*words, *MODES[mode]], rng, left))
     code = start(cut, *words, *MODES[mode], "--resume", "auto").wait()
     row = {"mode": mode, "exit_code": code, "kills": len(moments), "moments": moments} | _compare(cut, whole)
     print(json.dumps(row), flush=True)
@@ -189,12 +191,12 @@ def _killed(args: argparse.Namespace, mode: str) -> dict[str, Any]:
 
 
 def _kill_once(folder: Path, words: Sequence[str], rng: random.Random, steps: float) -> str:
-    """Start or resume the run, kill it, and say where it was. Every fourth life ends during the start; the others some
-    steps later, at a random moment of a step."""
+    """Start or resume the run, kill it, and say where it was. Every fourth time it is killed during the start, else
+    about `steps` steps later, at a random moment of a step."""
     before = len(step_rows(folder))
     process = start(folder, *words, "--resume", "auto")
     start_seconds = rng.uniform(0, 12)
-    target, delay = before + rng.uniform(0, 2 * steps), rng.random()
+    target, delay = before + rng.uniform(0, 1.8 * steps), rng.random()
     began = time.monotonic()
     is_early = rng.random() < 0.25
     while process.poll() is None:
@@ -271,8 +273,12 @@ def run_memory(args: argparse.Namespace) -> dict[str, Any]:
         with suppress(ProcessLookupError):
             process.terminate()
         process.wait(120)
-    seconds = [row["time/step"] for row in step_rows(folder)]
-    steps = [{"seconds": one, "at": at} for one, at in zip(seconds, accumulate(seconds), strict=True)]
+    rows = step_rows(folder)
+    ends = accumulate(row["time/step"] for row in rows)
+    steps = [
+        {"at": at, "seconds_per_step": row["time/step"]} | {name: row[name] for name in GPU_MEMORY if name in row}
+        for row, at in zip(rows, ends, strict=True)
+    ]
     return {"exit_code": process.returncode, "samples": samples, "windows": _windows(samples, steps, args.minutes)}
 
 
@@ -292,12 +298,12 @@ def _windows(samples: Sequence[dict[str, float]], steps: Sequence[dict[str, floa
     for number in range(6):
         low, high = number * minutes / 6, (number + 1) * minutes / 6
         inside = [one for one in samples if low <= one["minutes"] < high]
-        times = [one["seconds"] for one in steps if low <= one["at"] / 60 < high]
-        if inside and times:
-            row: dict[str, float] = {"until_minute": high, "steps": len(times)}
-            row |= {name: statistics.median(one[name] for one in inside) for name in inside[0] if name != "minutes"}
+        done = [one for one in steps if low <= one["at"] / 60 < high]
+        if inside and done:
+            row: dict[str, float] = {"until_minute": high, "steps": len(done)}
+            for part in (inside, done):
+                row |= {name: statistics.median(one[name] for one in part) for name in part[0]}
             rows.append(row | {"rss_max_mib": max(one["rss_mib"] for one in inside)})
-            rows[-1]["seconds_per_step"] = statistics.median(times)
     return rows
 
 
