@@ -15,8 +15,9 @@ English text in their chat template; random weights get random token ids and hav
 (`benchmark_models.add_outliers`).
 
 `--beside vllm` measures vLLM instead of `generate`, in a process of the interpreter `--vllm-python`, with prefix
-caching and log-probabilities of the sampled tokens, which training needs. `--vllm-args` are further arguments of its
-`AsyncEngineArgs`. All conversations are concurrent in both systems, so here no request waits for the longest one.
+caching and log-probabilities of the sampled tokens, which training needs; on a CPU with all cores, and without torch's
+compilation, which takes minutes. `--vllm-args` are further arguments of its `AsyncEngineArgs`. All conversations are
+concurrent in both systems, so here no request waits for the longest one.
 
 `--constrained N` also measures the same requests beside N requests that a JSON schema constrains at all times:
 `constrained_tok_s` counts the unconstrained tokens only, and `constrained_ratio` compares it with the throughput
@@ -247,7 +248,7 @@ def vllm_work(model: PreTrainedModel, texts: Texts, case: Case, args: argparse.N
         "model": str(folder), "skip_tokenizer_init": True, "dtype": str(model.dtype).removeprefix("torch."),
         "max_model_len": case.length + 1, "max_num_seqs": case.conversations, "enable_prefix_caching": True,
         "kv_cache_memory_bytes": 2 * case.conversations * (case.length + 64) * token_bytes(model),
-        "generation_config": "vllm", "disable_log_stats": True,
+        "generation_config": "vllm", "disable_log_stats": True, "enforce_eager": args.device == "cpu",
     }  # fmt: skip
     return {"args": engine_args | json.loads(args.vllm_args), "runs": runs}
 
@@ -261,9 +262,11 @@ def vllm_speed(model: PreTrainedModel, texts: Texts, case: Case, args: argparse.
         work, (reader, writer) = vllm_work(model, texts, case, args, folder), os.pipe()
         with os.fdopen(reader) as result:
             command = [args.vllm_python, str(Path(__file__).with_name("engine_vllm.py")), str(writer)]
+            cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))  # else vLLM leaves one core idle
             process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[writer], text=True
-            )
+                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[writer], text=True,
+                env={"VLLM_CPU_OMP_THREADS_BIND": cores, **os.environ},
+            )  # fmt: skip
             os.close(writer)
             assert process.stdin is not None
             with process.stdin:
