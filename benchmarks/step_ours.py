@@ -63,7 +63,7 @@ class ArborSteps:
         context = case.context or case.prompt + case.sampled
         self.engine: LocalEngine | VllmEngine
         self.algorithm = make_algorithm(AlgorithmConfig(name="grpo", std="group"))
-        self.sampling = Sampling(case.sampled, stop=(model.config.vocab_size,))
+        self.sampling = Sampling(case.sampled)
         config = LearnerConfig(lr=LEARNING_RATE, decay="none", micro_batch_tokens=micro_batch_tokens)
         if vllm_python:
             self.engine = VllmEngine(model, context, case.episodes, case.episodes * (context + 64), python=vllm_python)
