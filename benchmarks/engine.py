@@ -262,7 +262,7 @@ def vllm_speed(model: PreTrainedModel, texts: Texts, case: Case, args: argparse.
         work, (reader, writer) = vllm_work(model, texts, case, args, folder), os.pipe()
         with os.fdopen(reader) as result:
             command = [args.vllm_python, str(Path(__file__).with_name("engine_vllm.py")), str(writer)]
-            cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))  # else vLLM leaves one core idle
+            cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))  # by default vLLM reserves one of them
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[writer], text=True,
                 env={"VLLM_CPU_OMP_THREADS_BIND": cores, **os.environ},

@@ -93,7 +93,7 @@ NUM_EVALUATION_TASKS = 400
 GPU_MEMORY = ("system/gpu_memory_gib", "system/gpu_allocated_gib")
 
 
-def settings_of_machine() -> str:
+def describe_machine() -> str:
     chip = f"{os.cpu_count()} cores, {platform.machine()}"
     return (
         f"{chip}, Python {platform.python_version()}, torch {torch.__version__}, transformers "
@@ -172,11 +172,11 @@ def run_kills(args: argparse.Namespace) -> dict[str, Any]:
 
 def _killed(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     words = [f"trainer.steps={args.steps}", "trainer.save_every=3", "trainer.keep=2", "rollout.tasks_per_step=2"]
-    whole = args.out / ("sync-whole" if mode == "ray" else f"{mode}-whole")
-    reference = ["deterministic=true"] if mode == "ray" else MODES[mode]
+    reference = "sync" if mode == "ray" else mode
+    whole = args.out / f"{reference}-whole"
     if not (whole / "summary.json").is_file():
         shutil.rmtree(whole, ignore_errors=True)
-        if start(whole, *words, *reference).wait():
+        if start(whole, *words, *MODES[reference]).wait():
             raise SystemExit(f"the undisturbed run failed: {whole.with_suffix('.log')}")
     cut, rng = args.out / f"{mode}-killed", random.Random(args.seed)
     shutil.rmtree(cut, ignore_errors=True)
@@ -236,7 +236,9 @@ def _compare(cut: Path, whole: Path) -> dict[str, Any]:
     return {
         "weights_equal": mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in mine),
         "metrics_equal": ours == theirs,
-        "different_metrics": sorted({n for a, b in zip(ours, theirs, strict=False) for n in a if a[n] != b.get(n)}),
+        "different_metrics": sorted(
+            {name for a, b in zip(ours, theirs, strict=True) for name in a | b if a.get(name) != b.get(name)}
+        ),
         "episodes_in_two_steps": sum(count > 1 for count in places.values()),
         "accounting": accounting,
         "accounting_is_exact": sums == accounting["started"],
@@ -324,7 +326,7 @@ def main() -> None:
     args.out = args.out.resolve()
     args.steps = args.steps or (200 if args.what == "faults" else 100)
     result = {"faults": run_faults, "kills": run_kills, "memory": run_memory}[args.what](args)
-    result["machine"] = settings_of_machine()
+    result["machine"] = describe_machine()
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{args.what}.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     print(json.dumps({name: value for name, value in result.items() if name != "samples"}, indent=1))
