@@ -108,6 +108,41 @@ def test_tools_and_answers_that_come_in_another_order_give_bit_equal_episodes(se
     assert one == other
 
 
+class SeedTokens(Engine):
+    """Answers the first call of a conversation always with the same text, later calls with a text of the seed."""
+
+    follows_weights = True
+
+    def __init__(self, stop: int):
+        self.stop = stop
+
+    async def generate(self, prompt, sampling, *, session):
+        tokens = (40 + (sampling.seed % 500 if prompt.count(self.stop) > 1 else 0), self.stop)
+        return Completion(tokens, (-1.0, 0.0), FinishReason.STOP, 0)
+
+
+def test_two_tasks_with_equal_conversations_keep_their_own_seeds_whichever_is_faster(seedling):
+    def agent(waits: tuple[float, float]):
+        async def work(number, model):
+            mine = [Message("user", "You are a helper.")]
+            for _ in range(3):
+                mine += [await model.chat(mine), Message("user", "Go on.")]
+                await asyncio.sleep(waits[number])
+            return mine[-2]
+
+        async def run(task, env, model):
+            await env.reset(task, task.seed)
+            output = await asyncio.gather(work(0, model), work(1, model))
+            await env.step(Message("assistant", "|".join(message.content for message in output)))
+
+        return run
+
+    engine = SeedTokens(seedling[1].stop[0])
+    one, other = (rows(play(agent(waits), engine, seedling[1])) for waits in ((0.0, 0.01), (0.01, 0.0)))
+    assert one == other
+    assert len(set(one[0]["turns"][0]["message"]["content"].split("|"))) == 2
+
+
 def test_the_calls_of_one_task_stand_together_between_those_of_the_agent(seedling):
     (episode,) = play(sub_agents(random.Random(5)), Late(local(seedling), 5), seedling[1]).episodes
     calls = episode.calls

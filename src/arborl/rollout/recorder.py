@@ -70,8 +70,10 @@ class CallPosition(NamedTuple):
 class CallNumbering:
     """Gives each model call a seed and a position that do not depend on timing. An agent may start concurrent tasks
     (`asyncio.gather`, a `TaskGroup`). Calls of the agent's own task are numbered. The seed of a call from another task
-    depends on its prompt and on how often that prompt occurred. In the episode, the calls of a task stand together,
-    behind the agent's last call before them. A call that fails or is cancelled keeps its number."""
+    depends on its prompt, on the call that returned the last reply in that prompt, and on how often both occurred. So
+    two tasks whose conversations happen to have equal texts keep their own seeds, if they pass on the `Message`s that
+    `chat` returned (not copies or dicts). In the episode, the calls of a task stand together, behind the agent's last
+    call before them. A call that fails or is cancelled keeps its number."""
 
     def __init__(self, seed: int):
         self.seed = seed
@@ -79,9 +81,11 @@ class CallNumbering:
         self.num_agent_calls = 0
         self.tasks: dict[Any, int] = {}
         self.calls_of_task: Counter[int] = Counter()
-        self.calls_of_prompt: Counter[bytes] = Counter()
+        self.calls_of_prompt: Counter[tuple[int, bytes]] = Counter()
+        self.seed_of_reply: dict[int, int] = {}
+        """By the identity of the message, which the episode keeps alive."""
 
-    def next(self, prompt: Sequence[int], turn: int) -> tuple[int, CallPosition]:
+    def next(self, prompt: Sequence[int], messages: Sequence[Message], turn: int) -> tuple[int, CallPosition]:
         task = _current_task()
         if task is self.agent_task:
             self.num_agent_calls += 1
@@ -90,8 +94,10 @@ class CallNumbering:
         index = self.tasks.setdefault(task, len(self.tasks) + 1)
         self.calls_of_task[index] += 1
         digest = hashlib.blake2b(np.asarray(prompt, dtype=np.int64).tobytes(), digest_size=8).digest()
-        self.calls_of_prompt[digest] += 1
-        seed = derive(self.seed, "sampling", digest.hex(), self.calls_of_prompt[digest])
+        seeds = (self.seed_of_reply.get(id(message)) for message in reversed(messages))
+        previous = next((seed for seed in seeds if seed is not None), self.seed)
+        self.calls_of_prompt[previous, digest] += 1
+        seed = derive(previous, "sampling", digest.hex(), self.calls_of_prompt[previous, digest])
         return seed, CallPosition(turn, self.num_agent_calls, index, self.calls_of_task[index])
 
 
@@ -186,7 +192,7 @@ class Recorder:
         if room < 1:
             raise ContextFull(f"the prompt has {len(prompt.tokens)} tokens, the context {self.limits.max_context}")
         turn = len(self.episode.turns)
-        seed, position = self._numbering.next(prompt.tokens, turn)
+        seed, position = self._numbering.next(prompt.tokens, shown, turn)
         sampling = Sampling(
             **self._fixed,
             max_tokens=min(self.sampling.max_tokens, room, room if most is None else most),
@@ -206,6 +212,7 @@ class Recorder:
             reply = self.renderer.message(begins + written[0])
         call = Call(prompt.tokens, completion, turn, True, shown, reply, self.drawn, alternatives, sampling.schema)
         self._record(prompt, call, position, written)
+        self._numbering.seed_of_reply[id(reply)] = seed
         return call
 
     async def _generate(
