@@ -90,7 +90,8 @@ MODES = {
     "ray": ("deterministic=true", *RAY),
 }
 NUM_EVALUATION_TASKS = 400
-GPU_MEMORY = ("system/gpu_memory_gib", "system/gpu_allocated_gib")
+STEP_METRICS = ("engine/sampled", "learner/tokens", "system/gpu_memory_gib", "system/gpu_allocated_gib")
+"""The work and the GPU memory of a step, shown by `memory`."""
 
 
 def describe_machine() -> str:
@@ -278,7 +279,7 @@ def run_memory(args: argparse.Namespace) -> dict[str, Any]:
     rows = step_rows(folder)
     ends = accumulate(row["time/step"] for row in rows)
     steps = [
-        {"at": at, "seconds_per_step": row["time/step"]} | {name: row[name] for name in GPU_MEMORY if name in row}
+        {"at": at, "seconds_per_step": row["time/step"]} | {name: row[name] for name in STEP_METRICS if name in row}
         for row, at in zip(rows, ends, strict=True)
     ]
     return {"exit_code": process.returncode, "samples": samples, "windows": _windows(samples, steps, args.minutes)}
