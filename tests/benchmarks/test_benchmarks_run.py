@@ -76,6 +76,16 @@ def test_step_benchmark_samples_equally_many_tokens_as_trl(case, lora):
 
 
 @pytest.mark.slow
+def test_long_context_benchmark_reports_growth_of_times_and_memory():
+    rows = run_benchmark("long_context.py", "--device", "cpu", "--contexts", "64", "256", "--observed", "24",
+                         "--sampled", "8", "--episodes", "2")  # fmt: skip
+    assert [(row["context"], row["turns"]) for row in rows] == [(64, 2), (256, 8)]
+    assert rows[0]["growth"] is None
+    assert 1 < rows[1]["growth"]["attended"] < 3
+    assert rows[1]["loss_terms"] == 2 * 8 * 8
+
+
+@pytest.mark.slow
 def test_real_model_benchmark_trains_recipes_and_collects_results(tmp_path):
     command = [sys.executable, FOLDER / "real_model.py", "smollm2-calculator", "--seeds", "0", "1", "--parallel", "2",
                "--out", tmp_path]  # fmt: skip
