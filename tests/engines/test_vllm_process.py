@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from arborl.engines.remote.vllm_engine import VllmEngine
+from arborl.engines.remote.weight_sync import base_weights
 from arborl.errors import EngineError
 from arborl.types import Sampling
 
@@ -35,12 +39,19 @@ STAND_IN = {
                     raise ValueError("Model architectures ['SeedlingForCausalLM'] are not supported for now.")
     """,
     "v1/engine/async_llm.py": """
-        import asyncio, os, sys
+        import asyncio, json, os, sys
         from multiprocessing.shared_memory import SharedMemory
+        from arborl_vllm import Extension
 
         class Thing:
             def __init__(self, **what):
                 self.__dict__.update(what)
+
+        class Worker(Extension):
+            def _arborl_reload(self, weights_iterator):
+                sums = {name: [tensor.device.type, float(tensor.double().sum())] for name, tensor in weights_iterator}
+                with open(os.environ["STAND_IN_WEIGHTS"], "w") as file:
+                    json.dump(sums, file)
 
         class AsyncLLM:
             errored = False
@@ -48,7 +59,7 @@ STAND_IN = {
             @classmethod
             def from_engine_args(cls, args):
                 self = cls()
-                self.version, self.aborted = "default", set()
+                self.version, self.aborted, self.worker = "default", set(), Worker()
                 self.shared = SharedMemory(f"stand-in-{os.getpid()}", create=True, size=64)
                 return self
 
@@ -72,7 +83,7 @@ STAND_IN = {
 
             async def pause_generation(self, **how): pass
             async def resume_generation(self): pass
-            async def collective_rpc(self, name, args): pass
+            async def collective_rpc(self, name, args): return [getattr(self.worker, name)(*args)]
             async def reset_prefix_cache(self, **how): return True
 
             async def update_weight_version(self, version):
@@ -86,16 +97,23 @@ STAND_IN = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def stand_in(tmp_path_factory):
-    root = tmp_path_factory.mktemp("stand-in")
+@contextmanager
+def stand_in_for_vllm(root: Path) -> Iterator[Path]:
+    """Yields the file in which the stand-in writes name, device and sum of every tensor that it loads."""
     for name, text in STAND_IN.items():
         file = root / "vllm" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(textwrap.dedent(text))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(root))
-        yield
+        patch.setenv("STAND_IN_WEIGHTS", str(root / "weights.json"))
+        yield root / "weights.json"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_weights(tmp_path_factory):
+    with stand_in_for_vllm(tmp_path_factory.mktemp("stand-in")) as file:
+        yield file
 
 
 @pytest.fixture
@@ -111,9 +129,23 @@ def labelled(engine):
     return engine.process.call("load", 5, version=f"{engine.run}:0")
 
 
-def test_weights_that_do_not_arrive_are_noticed_after_the_update(engine, seedling):
+def check_weights(file: Path, model, device: str):
+    """The stand-in has loaded the weights of this model, from this device."""
+    loaded, expected = json.loads(file.read_text()), base_weights(model.state_dict())
+    assert loaded.keys() == expected.keys()
+    for name, (where, total) in loaded.items():
+        assert where == device
+        assert total == pytest.approx(float(expected[name].double().sum()), rel=1e-9, abs=1e-9)
+
+
+def test_weights_go_through_host_memory_and_wrong_samples_are_noticed_after_the_update(
+    engine, seedling, loaded_weights
+):
+    assert engine.gpu is None
+    engine.heads = None  # as on a GPU: the weights are sent without padding
     with pytest.raises(EngineError, match="vLLM does not match the learner's model"):
         asyncio.run(engine.load(seedling[0].state_dict(), 1))
+    check_weights(loaded_weights, seedling[0], "cpu")
 
 
 def test_what_was_sampled_from_weights_that_are_not_ours_is_refused(engine):

@@ -38,6 +38,7 @@ from arborl.engines.remote.weight_sync import (
     SyncedEngine,
     adapter_weights,
     base_weights,
+    cuda_handles,
     sampling_params,
     span_versions,
 )
@@ -91,6 +92,8 @@ class VllmEngine(SyncedEngine):
         self.folder = Path(tempfile.mkdtemp(prefix="arborl-vllm-"))
         self.memory: SharedWeights | None = None
         self.process: VllmProcess | None = None
+        self.gpu: str | None = None
+        """The GPU on which vLLM reads the learner's weights in place; None: they are copied through host memory."""
         try:
             (self.folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
             self.memory = SharedWeights()
@@ -98,7 +101,9 @@ class VllmEngine(SyncedEngine):
             engine_args = self._engine_args(max_requests, kv_tokens) | dict(args or {})
             self.probe.dtype = str(engine_args["dtype"])
             started = run_blocking(self.process.call("start", START_SECONDS, args=engine_args))
-            log.info("vLLM %s is ready, process %d", started.get("vllm"), self.process.child.pid)
+            self.gpu = run_blocking(self._shared_gpu())
+            how = "through host memory" if self.gpu is None else "on the GPU"
+            log.info("vLLM %s is ready, process %d; weights %s", started.get("vllm"), self.process.child.pid, how)
         except BaseException:
             self._clean()
             raise
@@ -129,6 +134,21 @@ class VllmEngine(SyncedEngine):
         if has_lora(model):
             args |= {"enable_lora": True, "max_lora_rank": _max_rank(model), "max_loras": 1}
         return args
+
+    async def _shared_gpu(self) -> str | None:
+        """The learner's GPU if vLLM can read tensors on it."""
+        if self.model.device.type != "cuda":
+            return None
+        gpu = str(torch.cuda.get_device_properties(self.model.device).uuid)
+        probe = torch.arange(1.0, 65.0, device=self.model.device)
+        try:
+            handles = cuda_handles({"probe": probe})
+        except RuntimeError:  # the allocator or the system does not support it
+            return None
+        torch.cuda.synchronize(self.model.device)
+        args = {"gpu": gpu, "handles": handles, "values": probe.tolist()}
+        response = await self._process.call("reads_gpu", UPDATE_SECONDS, **args)
+        return gpu if response["reads"] else None
 
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, session: str, listener: TokenListener | None = None
@@ -201,7 +221,8 @@ class VllmEngine(SyncedEngine):
         args: dict[str, Any] = {"version": f"{self.run}:{version}"}
         with tempfile.TemporaryDirectory(prefix="arborl-adapter-", dir=self.folder) as folder:
             if first or (sent and not has_lora(self.model)):
-                args |= await asyncio.to_thread(self._write_shared, sent)
+                tensors = self._padded(base_weights(sent))  # read by vLLM until it responds
+                args |= await asyncio.to_thread(self._share, tensors)
             if sent and has_lora(self.model):
                 args["adapter"] = str(self._save_adapter(sent, Path(folder)))
             response = await self._process.call("load", UPDATE_SECONDS, **args)
@@ -212,9 +233,12 @@ class VllmEngine(SyncedEngine):
             await self._verify(sent)
         self.update_seconds = time.perf_counter() - started
 
-    def _write_shared(self, weights: Weights) -> dict[str, Any]:
+    def _share(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """Where vLLM finds these tensors, as arguments of its `load`."""
+        if self.gpu is not None and all(tensor.device == self.model.device for tensor in tensors.values()):
+            torch.cuda.synchronize(self.model.device)
+            return {"gpu": self.gpu, "handles": cuda_handles(tensors)}
         assert self.memory is not None
-        tensors = self._padded(base_weights(weights))
         return {"table": self.memory.write(tensors, getattr(torch, self.dtype)), "path": str(self.memory.path)}
 
     def _save_adapter(self, weights: Weights, folder: Path) -> Path:

@@ -6,6 +6,7 @@ less. After every update the copy therefore samples a few tokens, and its log-pr
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
 import socket
@@ -14,6 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from weakref import finalize
 
 import torch
@@ -21,6 +23,7 @@ from filelock import FileLock, Timeout
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.multiprocessing.reductions import reduce_tensor
 from transformers import PreTrainedModel
 
 from arborl.engines.engine import Engine, Weights
@@ -64,6 +67,17 @@ def adapter_weights(weights: Weights) -> dict[str, Tensor]:
         for name, tensor in weights.items()
         if "lora_" in name
     }
+
+
+def cuda_handles(tensors: Mapping[str, Tensor]) -> list[list[Any]]:
+    """What another process on the same GPU needs to read these tensors in place (CUDA IPC), as JSON values. They must
+    not be freed or changed until it has read them. The counterpart is `vllm_worker/arborl_vllm.py: open_handles`."""
+    rows = []
+    for name, tensor in tensors.items():
+        _, (_, size, stride, offset, _, dtype, _, *storage) = reduce_tensor(tensor.detach())
+        packed = [base64.b64encode(one).decode() if isinstance(one, bytes) else one for one in storage]
+        rows.append([name, list(size), list(stride), offset, str(dtype).removeprefix("torch."), packed])
+    return rows
 
 
 class _NextTokenLogits(nn.Module):

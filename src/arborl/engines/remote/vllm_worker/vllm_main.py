@@ -62,6 +62,10 @@ class VllmWorker:
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
         return {"vllm": __version__}
 
+    async def reads_gpu(self, number: int, gpu: str, handles: list[list[Any]], values: list[float]) -> dict[str, Any]:
+        """Whether all processes of the engine can read tensors that the learner has on its GPU."""
+        return {"reads": all(await self.engine.collective_rpc("arborl_reads_gpu", args=(gpu, handles, values)))}
+
     async def generate(self, number: int, prompt: list[int], sampling: dict[str, Any], stream: bool) -> dict[str, Any]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -88,6 +92,8 @@ class VllmWorker:
         version: str,
         path: str | None = None,
         table: list[list[Any]] | None = None,
+        gpu: str | None = None,
+        handles: list[list[Any]] | None = None,
         adapter: str | None = None,
     ) -> dict[str, Any]:
         """Load weights. Requests pause, keep their tokens and continue; prefixes are computed again."""
@@ -96,6 +102,8 @@ class VllmWorker:
         try:
             if path is not None:
                 await engine.collective_rpc("arborl_load_shared", args=(path, table))
+            if handles is not None:
+                await engine.collective_rpc("arborl_load_handles", args=(gpu, handles))
             if adapter is not None:
                 from vllm.lora.request import LoRARequest
 
