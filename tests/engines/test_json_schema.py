@@ -12,11 +12,11 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from run_ahead_runner import RunAheadRunner
 
 from arborl.chat import Renderer
 from arborl.chat.json_schema import ANY_OBJECT, SchemaCompiler, schema_text
 from arborl.engines.local import LocalEngine
-from arborl.engines.local.model_runner import FinishedOutput, TorchModelRunner
 from arborl.engines.local.sampler import LogitEdit, SamplingBatch, redraw, sample_tokens
 from arborl.engines.scripted import ScriptedEngine
 from arborl.errors import EngineError, SchemaError
@@ -209,21 +209,6 @@ def test_requests_beside_constrained_ones_keep_their_tokens_and_compiled_and_tor
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
-class RunAheadRunner(TorchModelRunner):
-    """Runs ahead as the GPU's runner does: outputs are read after the next launch, whose input tokens refer to them."""
-
-    runs_ahead = True
-    last = np.zeros(0, np.int64)
-
-    def launch(self, step):
-        tokens, pending = step.tokens.copy(), step.tokens < 0
-        tokens[pending] = self.last[-1 - tokens[pending]]
-        output = super().launch(dataclasses.replace(step, tokens=tokens))
-        if len(step.sampled):
-            self.last = output.tokens
-        return FinishedOutput(output.tokens, output.logprobs, output.top)
-
-
 def test_a_constrained_request_waits_for_its_last_token_where_steps_run_ahead(seedling):
     stop = seedling[1].stop
     samplings = [
@@ -233,9 +218,7 @@ def test_a_constrained_request_waits_for_its_last_token_where_steps_run_ahead(se
     engine, prompt = make(seedling, compiled=False)
     expected = generate(engine, [prompt] * 4, samplings)
     ahead, _ = make(seedling, compiled=False)
-    runner = ahead.runner
-    ahead.runner = RunAheadRunner(runner.forward, ahead.pool.num_blocks, ahead.pool.block_size)
-    ahead.scheduler.copy = ahead.runner.cache.copy
+    RunAheadRunner.install(ahead)
     completions = generate(ahead, [prompt] * 4, samplings)
     assert [c.tokens for c in completions] == [c.tokens for c in expected]
     for one, other in zip(completions, expected, strict=True):

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
+from vllm_stand_in import check_weights, stand_in_for_vllm
 
 from arborl.engines.remote.vllm_engine import VllmEngine
 from arborl.errors import EngineError
 from arborl.models.model_loading import load_model, resolve
-from tests.engines.test_vllm_process import check_weights, stand_in_for_vllm
 
 pytestmark = pytest.mark.gpu
 
