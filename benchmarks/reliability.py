@@ -92,6 +92,7 @@ MODES = {
 NUM_EVALUATION_TASKS = 400
 STEP_METRICS = ("engine/sampled", "learner/tokens", "system/gpu_memory_gib", "system/gpu_allocated_gib")
 """The work and the GPU memory of a step, shown by `memory`."""
+USAGE = ("rss_mib", "descriptors", "threads")
 
 
 def describe_machine() -> str:
@@ -296,17 +297,20 @@ def _usage(root: psutil.Process) -> dict[str, float]:
 
 
 def _windows(samples: Sequence[dict[str, float]], steps: Sequence[dict[str, float]], minutes: float) -> list[Any]:
-    """Medians of six parts of the run."""
-    rows = []
+    """Medians of six parts of the run. Steps are assigned by the sum of their durations, scaled to the whole run."""
+    rows, scale = [], minutes / steps[-1]["at"] if steps else 0.0
     for number in range(6):
         low, high = number * minutes / 6, (number + 1) * minutes / 6
         inside = [one for one in samples if low <= one["minutes"] < high]
-        done = [one for one in steps if low <= one["at"] / 60 < high]
+        done = [one for one in steps if low <= one["at"] * scale < high]
         if inside and done:
             row: dict[str, float] = {"until_minute": high, "steps": len(done)}
             for part in (inside, done):
                 row |= {name: statistics.median(one[name] for one in part) for name in part[0]}
-            rows.append(row | {"rss_max_mib": max(one["rss_mib"] for one in inside)})
+            least, most = (
+                {f"{name}_{kind.__name__}": kind(one[name] for one in inside) for name in USAGE} for kind in (min, max)
+            )
+            rows.append(row | least | most)
     return rows
 
 
