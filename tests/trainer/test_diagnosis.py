@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import sys
+from collections import Counter
+
 import pytest
 
 import arborl
@@ -145,3 +149,23 @@ def test_a_run_without_learning_reports_it_in_each_line_and_once_as_a_warning(na
     assert [found.rule.name for found in match_rules(rows)] == [name], rows[0]
     assert capsys.readouterr().out.count(f"no gradient: {rule.summary}") == PATIENCE
     assert caplog.text.count(rule.advice) == 1
+
+
+def test_the_diagnosis_of_a_step_costs_as_much_late_in_a_run_as_early():
+    """Python calls are counted, which a loop over the steps of the run would multiply."""
+    rng, monitor, calls = random.Random(0), DiagnosisMonitor(), {}
+    names = [*FINE, "reward/mean", "reward/std", "policy/entropy", "policy/kl", "policy/logprob_diff", "batch/lag_mean"]
+    for step in range(1, 1201):
+        metrics = {name: 0.5 + 0.1 * rng.random() for name in names} | {"step": step, "episode/count": 8.0}
+        if step in (100, 1200):
+            counted = Counter()
+            sys.setprofile(lambda frame, event, _, counted=counted: counted.update([event]))
+            try:
+                monitor.add(metrics)
+                monitor.alarm()
+            finally:
+                sys.setprofile(None)
+            calls[step] = counted["call"] + counted["c_call"]
+        else:
+            monitor.history.add(metrics)
+    assert calls[1200] <= 1.05 * calls[100]

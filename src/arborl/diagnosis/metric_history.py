@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from array import array
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
-from statistics import fmean, median
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Steps = NDArray[np.int64]
+Values = NDArray[np.float64]
 
 MIN_STEPS = 6
 """Steps that a trend needs: fewer have no beginning and end to compare."""
@@ -27,16 +29,29 @@ SHORT_SERIES = 4.0
 
 
 class MetricSeries:
-    """The finite values of one metric with their steps."""
+    """The finite values of one metric with their steps. No operation has a Python loop over steps: a run is examined
+    after every step, and may have a hundred thousand."""
 
     def __init__(self) -> None:
-        self.steps, self.values = array("q"), array("d")
+        self._steps, self._values = np.zeros(16, np.int64), np.zeros(16)
+        self._count = 0
+
+    def add(self, step: int, value: float) -> None:
+        if self._count == len(self._values):
+            self._steps, self._values = (np.concatenate([one, one]) for one in (self._steps, self._values))
+        self._steps[self._count], self._values[self._count] = step, value
+        self._count += 1
+
+    @property
+    def steps(self) -> Steps:
+        return self._steps[: self._count]
+
+    @property
+    def values(self) -> Values:
+        return self._values[: self._count]
 
     def __len__(self) -> int:
-        return len(self.values)
-
-    def __iter__(self) -> Iterator[tuple[int, float]]:
-        return zip(self.steps, self.values, strict=True)
+        return self._count
 
     @property
     def window(self) -> int:
@@ -44,42 +59,54 @@ class MetricSeries:
         return max(1, min(MAX_WINDOW, len(self) // 3))
 
     @property
+    def window_means(self) -> Values:
+        """Means of every `window` consecutive values."""
+        return window_means(self.values, self.window)
+
+    @property
     def early(self) -> float:
-        return fmean(self.values[: self.window])
+        return mean(self.values[: self.window])
 
     @property
     def late(self) -> float:
-        return fmean(self.values[-self.window :])
+        return mean(self.values[-self.window :])
 
     @property
     def median(self) -> float:
-        return median(self.values)
+        return float(np.median(self.values))
 
     @property
     def total(self) -> float:
-        return sum(self.values)
+        return float(self.values.sum())
+
+    @property
+    def lowest(self) -> float:
+        return float(self.values.min(initial=np.inf))
+
+    @property
+    def highest(self) -> float:
+        return float(self.values.max(initial=-np.inf))
 
     @property
     def last_steps(self) -> tuple[int, ...]:
-        return tuple(self.steps[-self.window :])
+        return tuple(self.steps[-self.window :].tolist())
 
     @property
     def best_step(self) -> int:
         """Last step of the `window` steps with the highest mean."""
-        ends = range(self.window, len(self) + 1)
-        return self.steps[max(ends, key=lambda end: fmean(self.values[end - self.window : end])) - 1]
+        return int(self.steps[int(self.window_means.argmax()) + self.window - 1])
 
     def mean_until(self, step: int) -> float:
         """Mean of the `window` values up to this step."""
-        count = max(bisect_right(self.steps, step), self.window)
-        return fmean(self.values[count - self.window : count])
+        count = max(int(np.searchsorted(self.steps, step, side="right")), self.window)
+        return mean(self.values[count - self.window : count])
 
     @property
     def is_long(self) -> bool:
         return len(self) >= MIN_STEPS
 
-    def steps_where(self, condition: Callable[[float], bool]) -> tuple[int, ...]:
-        return tuple(step for step, value in self if condition(value))
+    def steps_where(self, is_chosen: Callable[[Values], NDArray[np.bool_]]) -> tuple[int, ...]:
+        return tuple(self.steps[is_chosen(self.values)].tolist())
 
     def change(self, minimum: float = 0.0) -> float:
         """`late - early`, or 0 where it may be chance."""
@@ -92,8 +119,22 @@ class MetricSeries:
     def standard_error(self) -> float:
         """Of the difference of two means over `window` steps; the noise is estimated from neighbouring steps. A few
         steps may be alike by chance, so it is larger for short series."""
-        noise = math.sqrt(fmean((now - before) ** 2 for before, now in pairwise(self.values)) / self.window)
+        noise = math.sqrt(float((np.diff(self.values) ** 2).mean()) / self.window)
         return noise * (1.0 + SHORT_SERIES / len(self))
+
+
+def mean(values: Values) -> float:
+    """As in `window_means`, to the last bit: means of equal values must be equal."""
+    return float(window_means(values, len(values))[0])
+
+
+def window_means(values: Values, window: int) -> Values:
+    """Means of every `window` consecutive values."""
+    count = len(values) - window + 1
+    total = values[:count].copy()
+    for offset in range(1, window):
+        total += values[offset : offset + count]
+    return total / window
 
 
 class MetricHistory:
@@ -114,13 +155,13 @@ class MetricHistory:
             if value is None or not math.isfinite(value):
                 self.not_finite.setdefault(name, []).append(step)
                 continue
-            series = self.series.setdefault(name, MetricSeries())
-            series.steps.append(step)
-            series.values.append(max(-MAX_ABS, min(float(value), MAX_ABS)))
+            if (series := self.series.get(name)) is None:
+                series = self.series[name] = MetricSeries()
+            series.add(step, max(-MAX_ABS, min(float(value), MAX_ABS)))
 
     @property
     def last_step(self) -> int:
-        return max((series.steps[-1] for series in self.series.values()), default=0)
+        return max((int(series.steps[-1]) for series in self.series.values()), default=0)
 
     def __getitem__(self, name: str) -> MetricSeries:
         return self.series.get(name, MetricSeries())

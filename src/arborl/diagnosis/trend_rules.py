@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise, takewhile
-from statistics import fmean
-from typing import Literal
+from itertools import takewhile
+from typing import Any, Literal
+
+import numpy as np
 
 from arborl.diagnosis.finding import RULE_TEXTS
 from arborl.diagnosis.metric_history import (
@@ -19,6 +20,9 @@ from arborl.diagnosis.metric_history import (
     PATIENCE,
     MetricHistory,
     MetricSeries,
+    Steps,
+    mean,
+    window_means,
 )
 
 NUM_ERRORS_OF_BEST = 6.0
@@ -66,14 +70,14 @@ def entropy_collapsed(history: MetricHistory) -> TrendMatch | None:
     return TrendMatch(_change_text("entropy", entropy, "nats per token"), entropy.last_steps)
 
 
-JUMPS: tuple[tuple[str, str, Callable[[float, float], bool]], ...] = (
+JUMPS: tuple[tuple[str, str, Callable[[Any, Any], Any]], ...] = (
     ("policy/entropy", "entropy", lambda before, now: now > 2 * before + 0.5),
-    ("learner/grad_norm", "the gradient norm", lambda before, now: now > max(20 * before, 5)),
-    ("policy/kl", "KL to the reference", lambda before, now: now > max(5 * before, 0.5)),
-    ("episode/valid", "the share of valid messages", lambda before, now: now < 0.3 * before and before > 0.5),
-    ("call/cut_off", "the share of completions cut off", lambda before, now: now > 0.8 and before < 0.3),
+    ("learner/grad_norm", "the gradient norm", lambda before, now: now > np.maximum(20 * before, 5)),
+    ("policy/kl", "KL to the reference", lambda before, now: now > np.maximum(5 * before, 0.5)),
+    ("episode/valid", "the share of valid messages", lambda before, now: (now < 0.3 * before) & (before > 0.5)),
+    ("call/cut_off", "the share of completions cut off", lambda before, now: (now > 0.8) & (before < 0.3)),
 )
-"""Metric, its name in the message, and which change from one step to the next is a jump."""
+"""Metric, its name in the message, and which changes from one step to the next are jumps (of arrays)."""
 
 
 def policy_jumped(history: MetricHistory) -> TrendMatch | None:
@@ -82,28 +86,37 @@ def policy_jumped(history: MetricHistory) -> TrendMatch | None:
     if len(reward) < 3 or not (reward.late < reward.early - 0.5 * abs(reward.early) or reward.change() < 0):
         return None
     for name, what, is_jump in JUMPS:
-        for (_, before), (step, now) in pairwise(history[name]):
-            if is_jump(before, now) and _is_lower_from(reward, step):
-                jump = f"{what} went from {before:.3g} to {now:.3g} at step {step}"
-                return TrendMatch(f"{jump}, and {_change_text('reward', reward)}", (step,))
+        series = history[name]
+        jumps = 1 + np.flatnonzero(is_jump(series.values[:-1], series.values[1:]))
+        jumps = jumps[_is_lower_from(reward, series.steps[jumps])]
+        if len(jumps):
+            step, (before, now) = int(series.steps[jumps[0]]), series.values[jumps[0] - 1 : jumps[0] + 1]
+            jump = f"{what} went from {before:.3g} to {now:.3g} at step {step}"
+            return TrendMatch(f"{jump}, and {_change_text('reward', reward)}", (step,))
     return None
 
 
-def _is_lower_from(series: MetricSeries, step: int) -> bool:
-    """Whether the mean before this step is never reached again."""
-    before = [value for at, value in series if at < step][-series.window :]
-    after = [value for at, value in series if at >= step]
-    size = min(series.window, len(after))
-    means = (fmean(after[end - size : end]) for end in range(size, len(after) + 1))
-    return bool(before and after) and max(means) < fmean(before)
+def _is_lower_from(series: MetricSeries, steps: Steps) -> Any:
+    """For each of these steps, whether the mean before it is never reached again."""
+    values, window = series.values, series.window
+    highest_later = np.maximum.accumulate(series.window_means[::-1])[::-1]  # of windows that begin here or later
+    lower = np.zeros(len(steps), dtype=bool)
+    for index, begin in enumerate(np.searchsorted(series.steps, steps).tolist()):
+        if not 0 < begin < len(values):
+            continue
+        after = values[begin:]
+        highest = highest_later[begin] if len(after) >= window else mean(after)
+        lower[index] = highest < mean(values[max(0, begin - window) : begin])
+    return lower
 
 
 def gradient_spikes(history: MetricHistory) -> TrendMatch | None:
     norm = history["learner/grad_norm"]
     if not norm.is_long:
         return None
-    steps = norm.steps_where(lambda value: value > max(20 * norm.median, 5.0))
-    return TrendMatch(f"up to {max(norm.values):.3g}, the median is {norm.median:.3g}", steps) if steps else None
+    limit = max(20 * norm.median, 5.0)
+    steps = norm.steps_where(lambda values: values > limit)
+    return TrendMatch(f"up to {norm.highest:.3g}, the median is {norm.median:.3g}", steps) if steps else None
 
 
 def far_from_reference(history: MetricHistory) -> TrendMatch | None:
@@ -116,13 +129,13 @@ def far_from_reference(history: MetricHistory) -> TrendMatch | None:
 def not_finite(history: MetricHistory) -> TrendMatch | None:
     names = ("policy/loss", "policy/entropy", "policy/kl", "policy/value_loss", "reward/mean")
     metrics = {name: history.not_finite[name] for name in names if history.not_finite.get(name)}
-    skipped = history["learner/skipped/gradient"].steps_where(lambda share: share > 0)
+    skipped = history["learner/skipped/gradient"].steps_where(lambda values: values > 0)
     dropped = {cause: history[f"dropped/{cause}"] for cause in ("not_finite", "reward_not_finite")}
     parts = [f"{name} at {len(steps)} steps" for name, steps in metrics.items()]
     parts += [f"{series.total:.0f} dropped for {cause}" for cause, series in dropped.items() if series.total]
     parts += [f"{len(skipped)} updates without a finite gradient"] if skipped else []
     steps = {step for one in metrics.values() for step in one} | set(skipped)
-    steps |= {step for series in dropped.values() for step in series.steps_where(lambda count: count > 0)}
+    steps |= {step for series in dropped.values() for step in series.steps_where(lambda values: values > 0)}
     return TrendMatch(", ".join(parts), tuple(sorted(steps))) if parts else None
 
 
@@ -130,8 +143,10 @@ def not_finite_repeated(history: MetricHistory) -> TrendMatch | None:
     """Each of the last steps: one step whose update is skipped costs only itself."""
     steps = {step for name in ("policy/loss", "learner/grad_norm") for step in history.not_finite.get(name, ())}
     for cause in ("gradient", "not_finite"):
-        steps |= set(history[f"learner/skipped/{cause}"].steps_where(lambda share: share > 0))
-    trained = sorted({*history["episode/count"].steps, *steps})
+        steps |= set(history[f"learner/skipped/{cause}"].steps_where(lambda values: values > 0))
+    if len(steps) < PATIENCE:
+        return None
+    trained = sorted({*history["episode/count"].steps.tolist(), *steps})
     last = list(takewhile(lambda step: step in steps, reversed(trained)))
     if len(last) < PATIENCE:
         return None
@@ -143,17 +158,18 @@ def not_finite_repeated(history: MetricHistory) -> TrendMatch | None:
 
 def logprob_diff_high(history: MetricHistory) -> TrendMatch | None:
     """On tokens that the current weights sampled, so that only numerics can differ."""
-    difference, lag = history["policy/logprob_diff"], dict(history["batch/lag_mean"])
-    steps = tuple(step for step, value in difference if value > 0.05 and not lag.get(step))
+    difference, lag = history["policy/logprob_diff"], history["batch/lag_mean"]
+    is_current = ~np.isin(difference.steps, lag.steps[lag.values != 0])
+    steps = difference.steps_where(lambda values: (values > 0.05) & is_current)
     if 2 * len(steps) < len(difference) or not steps:
         return None
-    return TrendMatch(f"exp|Δ| - 1 is {max(difference.values):.3g} on average over tokens", steps)
+    return TrendMatch(f"exp|Δ| - 1 is {difference.highest:.3g} on average over tokens", steps)
 
 
 def logprob_diff_grows(history: MetricHistory) -> TrendMatch | None:
     difference = history["policy/logprob_diff"]
     window = difference.window
-    has_grown = difference.is_long and min(difference.values[-window:]) > max(difference.values[:window])
+    has_grown = difference.is_long and difference.values[-window:].min() > difference.values[:window].max()
     if not has_grown or difference.late < max(5 * difference.early, 0.01):
         return None
     return TrendMatch(_change_text("exp|Δ| - 1", difference), difference.last_steps)
@@ -161,8 +177,8 @@ def logprob_diff_grows(history: MetricHistory) -> TrendMatch | None:
 
 def engine_stale(history: MetricHistory) -> TrendMatch | None:
     difference = history["engine/probe_gap"]
-    steps = difference.steps_where(lambda value: value > 0.25)
-    return TrendMatch(f"up to {max(difference.values):.3g} nats", steps) if steps else None
+    steps = difference.steps_where(lambda values: values > 0.25)
+    return TrendMatch(f"up to {difference.highest:.3g} nats", steps) if steps else None
 
 
 def stale_dropped(history: MetricHistory) -> TrendMatch | None:
@@ -171,7 +187,7 @@ def stale_dropped(history: MetricHistory) -> TrendMatch | None:
     if stale.total < 8 or stale.total < 0.25 * (trained + stale.total):
         return None
     detail = f"{stale.total:.0f} episodes dropped, {trained:.0f} trained on"
-    return TrendMatch(detail, stale.steps_where(lambda count: count > 0))
+    return TrendMatch(detail, stale.steps_where(lambda values: values > 0))
 
 
 # ------------------------------------------------------------------------------------------------ messages
@@ -210,11 +226,11 @@ def format_lost(history: MetricHistory) -> TrendMatch | None:
 
 def reward_constant(history: MetricHistory) -> TrendMatch | None:
     reward, deviation = history["reward/mean"], history["reward/std"]
-    is_constant = deviation.is_long and reward.is_long and not any(deviation.values)
-    if not is_constant or max(reward.values) - min(reward.values) > 1e-9 or history.is_solved:
+    is_constant = deviation.is_long and reward.is_long and not deviation.values.any()
+    if not is_constant or reward.highest - reward.lowest > 1e-9 or history.is_solved:
         return None
     detail = f"every episode of {len(reward)} steps has reward {reward.values[0]:g}"
-    return TrendMatch(detail, tuple(reward.steps))
+    return TrendMatch(detail, tuple(reward.steps.tolist()))
 
 
 def mostly_zero_variance(history: MetricHistory) -> TrendMatch | None:
@@ -228,7 +244,7 @@ def mostly_zero_variance(history: MetricHistory) -> TrendMatch | None:
 
 def reward_falls(history: MetricHistory) -> TrendMatch | None:
     reward = history["reward/mean"]
-    if reward.change(0.05 * (max(reward.values, default=0) - min(reward.values, default=0))) >= 0:
+    if not len(reward) or reward.change(0.05 * (reward.highest - reward.lowest)) >= 0:
         return None
     if history["episode/success"].change() > 0:
         return None
@@ -241,14 +257,14 @@ def reward_collapsed(history: MetricHistory) -> TrendMatch | None:
     window = reward.window
     if len(reward) < MIN_STEPS + window:
         return None
-    means = [fmean(reward.values[end - window : end]) for end in range(window, len(reward) - window + 1)]
-    best = max(means)
+    best = float(window_means(reward.values[:-window], window).max())
     lost = best - reward.late
     if best <= reward.early or lost < 0.5 * (best - reward.early) or lost < NUM_ERRORS_OF_BEST * reward.standard_error:
         return None
-    low = takewhile(lambda row: row[1] < best - 0.5 * lost, reversed(list(reward)))
+    reached = np.flatnonzero(reward.values >= best - 0.5 * lost)
+    low = reward.steps[reached[-1] + 1 :] if len(reached) else reward.steps
     detail = f"reward went from {reward.early:.3g} to {best:.3g} and back to {reward.late:.3g}"
-    return TrendMatch(detail, tuple(sorted({*reward.last_steps, *(step for step, _ in low)})))
+    return TrendMatch(detail, tuple(sorted({*reward.last_steps, *low.tolist()})))
 
 
 def reward_hacked(history: MetricHistory) -> TrendMatch | None:
@@ -274,16 +290,16 @@ def evaluation_worse(history: MetricHistory) -> TrendMatch | None:
         first, last = series.values[0], series.values[-1]
         detail = f"held-out {name} went from {first:.3g} to {last:.3g}"
         if name == "loss" and last > first + 0.02 * abs(first):
-            return TrendMatch(detail, (series.steps[-1],))
+            return TrendMatch(detail, (int(series.steps[-1]),))
         if name != "loss" and _certainly_fell(history, name):
-            return TrendMatch(f"{detail}; the intervals do not overlap", (series.steps[-1],))
+            return TrendMatch(f"{detail}; the intervals do not overlap", (int(series.steps[-1]),))
     return None
 
 
 def _certainly_fell(history: MetricHistory, name: str) -> bool:
     """Whether the last evaluation's interval lies below the first one's."""
     high, low = history[f"evaluation/{name}_high"], history[f"evaluation/{name}_low"]
-    return len(high) >= 2 and len(low) >= 2 and high.values[-1] < low.values[0]
+    return len(high) >= 2 and len(low) >= 2 and bool(high.values[-1] < low.values[0])
 
 
 def reward_unchanged(history: MetricHistory) -> TrendMatch | None:
@@ -291,7 +307,7 @@ def reward_unchanged(history: MetricHistory) -> TrendMatch | None:
     reward = history["reward/mean"]
     held_out = history["evaluation/success"] if len(history["evaluation/success"]) else history["evaluation/reward"]
     third = len(reward) // 3
-    if len(reward) < 30 or history.is_solved or fmean(reward.values[-third:]) > fmean(reward.values[:third]):
+    if len(reward) < 30 or history.is_solved or reward.values[-third:].mean() > reward.values[:third].mean():
         return None
     if len(held_out) >= 2 and held_out.values[-1] > held_out.values[0]:
         return None
@@ -308,14 +324,14 @@ def episodes_fail(history: MetricHistory) -> TrendMatch | None:
     parts = sorted(((series.total, part) for part, series in history.with_prefix("failed/").items()), reverse=True)
     causes = ", ".join(f"{part} {count:.0f}" for count, part in parts[:3])
     detail = f"{failed.total:.0f} of {num_episodes:.0f} episodes failed ({causes})"
-    return TrendMatch(detail, failed.steps_where(lambda count: count > 0))
+    return TrendMatch(detail, failed.steps_where(lambda values: values > 0))
 
 
 def calls_hang(history: MetricHistory) -> TrendMatch | None:
     for name in ("rollout/threads_stuck", "rollout/tool_calls_stuck", "rewards/calls_stuck", "rollout/processes_hung"):
         series = history[name]
-        if steps := series.steps_where(lambda count: count > 0):
-            return TrendMatch(f"{name} is up to {max(series.values):.0f}", steps)
+        if steps := series.steps_where(lambda values: values > 0):
+            return TrendMatch(f"{name} is up to {series.highest:.0f}", steps)
     return None
 
 
@@ -334,7 +350,7 @@ def processes_lost(history: MetricHistory) -> TrendMatch | None:
     if not lost:
         return None
     detail = "; ".join(f"{count.total:.0f} × {kind}, {seconds:.1f} s" for count, seconds, kind in lost)
-    steps = {step for count, *_ in lost for step in count.steps_where(lambda value: value > 0)}
+    steps = {step for count, *_ in lost for step in count.steps_where(lambda values: values > 0)}
     return TrendMatch(detail, tuple(sorted(steps)))
 
 
@@ -343,7 +359,7 @@ def groups_missing(history: MetricHistory) -> TrendMatch | None:
     if not missing.is_long or missing.total < max(0.3 * (missing.total + trained), 1):
         return None
     detail = f"{missing.total:.0f} groups are missing from the batches, {trained:.0f} were trained on"
-    return TrendMatch(detail, missing.steps_where(lambda count: count > 0))
+    return TrendMatch(detail, missing.steps_where(lambda values: values > 0))
 
 
 def _failing_calls(kinds: tuple[str, ...], text: str, history: MetricHistory) -> TrendMatch | None:
