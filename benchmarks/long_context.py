@@ -5,11 +5,11 @@
     python benchmarks/long_context.py --device cpu --model tiny --contexts 1024 4096 16384 --json
 
 A step has `--episodes` episodes of one task, each a conversation of turns that observe `--observed` tokens and sample
-`--sampled` tokens until the context is full; all are in the engine at the same time. Rewards are random. Every length
-has the same episodes and turns of the same size, so a length that is four times longer has four times as many tokens
-and turns. `growth` is the exponent of a time or of memory between two lengths: 1 is linear. `attended` is the number of
-pairs of a token and an earlier token of its context, the work of attention: nothing should grow faster than it. The
-first step of each length is a warm-up; the second is reported.
+`--sampled` tokens until the context is full; all are in the engine at the same time. Every other episode is rewarded.
+Every length has the same episodes and turns of the same size, so a length that is four times longer has four times as
+many tokens and turns. `growth` is the exponent of a time or of memory between two lengths: 1 is linear. `attended` is
+the number of pairs of a token and an earlier token of its context, the work of attention: nothing should grow faster
+than it. The first step of each length is a warm-up; the second is reported.
 
 Lengths above a trained model's limit are refused; models with random weights get the limit that they need.
 """
@@ -22,7 +22,6 @@ import gc
 import json
 import math
 import platform
-import sys
 import time
 from typing import Any
 
@@ -33,7 +32,7 @@ import numpy as np
 import torch
 import transformers
 from benchmark_models import SHAPES, load, weights_kind
-from step_work import LEARNING_RATE, peak_gib
+from step_work import LEARNING_RATE, peak_gib, synchronize
 from texts import Texts, make_texts
 
 from arborl.algorithms import make_algorithm
@@ -75,10 +74,10 @@ class LongSteps:
         self._reset_peak()
         began = time.perf_counter()
         episodes = await asyncio.gather(*(self._episode(number, index) for index in range(self.episodes)))
-        self._synchronize()
+        synchronize(self.model)
         row = {"rollout_s": time.perf_counter() - began, "rollout_gib": self._reset_peak()}
         for index, episode in enumerate(episodes):
-            episode.rewards["random"] = float(index % 2)
+            episode.rewards["odd"] = float(index % 2)
         groups = self.algorithm.keep([Group(episodes[0].task, list(episodes))])
         began = time.perf_counter()
         forest = build_token_trees(groups)
@@ -87,7 +86,7 @@ class LongSteps:
         terms = self.learner.score_terms(forest.trees, forest.terms, self.algorithm.needs)
         metrics = self.learner.update(forest.trees, self.algorithm.credit(groups, terms), self.algorithm)
         await self.engine.load(self.learner.weights(), number + 1)
-        self._synchronize()
+        synchronize(self.model)
         row |= {"update_s": time.perf_counter() - began, "update_gib": self._reset_peak()}
         return row | {
             "tokens": sum(map(len, forest.trees)),
@@ -106,10 +105,6 @@ class LongSteps:
             context = (*context, *completion.tokens, *self.texts.observation(self.observed, rng))
         return Episode(str(index), Task("long"), calls=calls)
 
-    def _synchronize(self) -> None:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize()
-
     def _reset_peak(self) -> float:
         """Peak memory since the last call; on a CPU, of the process since its start."""
         peak = peak_gib(self.model.device.type)
@@ -125,9 +120,8 @@ def measure(args: argparse.Namespace, context: int) -> dict[str, Any]:
         row = runner.run(steps.step(1))
         runner.run(steps.engine.close())
     rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
-    return {"context": context, "turns": steps.turns, "first_step_s": round(sum(first[name] for name in TIMES), 2)} | (
-        rounded
-    )
+    first_seconds = sum(first[name] for name in TIMES)
+    return {"context": context, "turns": steps.turns, "first_step_s": round(first_seconds, 2)} | rounded
 
 
 def growth(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
@@ -165,7 +159,6 @@ def main() -> None:
         gc.collect()
         if args.device == "cuda":
             torch.cuda.empty_cache()
-    print("done", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -93,6 +93,7 @@ NUM_EVALUATION_TASKS = 400
 STEP_METRICS = ("engine/sampled", "learner/tokens", "system/gpu_memory_gib", "system/gpu_allocated_gib")
 """The work and the GPU memory of a step, shown by `memory`."""
 USAGE = ("rss_mib", "descriptors", "threads")
+"""Of the process and its children: the least and the most of each part of a run are shown."""
 
 
 def describe_machine() -> str:

@@ -1,7 +1,7 @@
 """Sending the weights of a learner on a GPU to an engine in another process on the same GPU.
 
-    python benchmarks/weight_transfer.py --model 0.5b --json
-    python benchmarks/weight_transfer.py --model 4b --json
+    python benchmarks/weight_transfer.py --model 0.5b
+    python benchmarks/weight_transfer.py --model 4b
 
 The receiver stands in for vLLM: it imports the functions of vLLM's worker (`vllm_worker/arborl_vllm.py`) and copies
 every tensor into tensors of its own on the GPU. `shared` sends the weights through shared host memory, `ipc` sends CUDA
@@ -82,7 +82,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(SHAPES), default="0.5b")
     parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--json", action="store_true", help="print only one JSON line")
     args = parser.parse_args()
     tensors = base_weights(random_model(args.model, "cuda", torch.bfloat16).state_dict())
     size = sum(one.nbytes for one in tensors.values())

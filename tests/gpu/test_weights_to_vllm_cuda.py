@@ -34,13 +34,15 @@ def test_weights_are_read_on_the_gpu_after_every_update(tmp_path, dtype):
             asyncio.run(engine.close())
 
 
-def test_weights_that_are_not_on_the_gpu_go_through_host_memory(tmp_path):
+def test_a_process_that_does_not_see_the_gpu_gets_weights_through_host_memory(tmp_path, monkeypatch):
     with stand_in_for_vllm(tmp_path) as file:
         model = load_model(resolve("seedling"), "float32", device="cuda")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of the new process; CUDA is initialized in this one
         engine = VllmEngine(model, 128, 8, python=sys.executable)
         try:
+            assert engine.gpu is None
             with pytest.raises(EngineError, match="vLLM does not match"):
-                asyncio.run(engine.load({name: tensor.cpu() for name, tensor in model.state_dict().items()}, 1))
+                asyncio.run(engine.load(model.state_dict(), 1))
             check_weights(file, model, "cpu")
         finally:
             asyncio.run(engine.close())
