@@ -72,7 +72,7 @@ SUITES = {
             "env.args.size=6",
             "rollout.tasks_per_step=64",
             "algorithm.entropy_coef=0.01",
-            "trainer.steps=400",
+            "trainer.steps=250",
             "evaluation.tasks=200",
             "evaluation.every=50",
         ),
