@@ -1,9 +1,9 @@
 """Host time of whole episodes in the `Rollout` that `arborl train` builds, without a forward pass.
 
 Called by `turns.py`. Replies are fixed texts, selected by the seed of the request, and sampled token by token through
-the scheduler of `LocalEngine`; only the forward pass of the model is skipped. CPU time of the event loop's thread is
-split into engine steps and everything else (`host`). A linear fit over runs with different numbers of turns gives the
-cost per episode (intercept) and per turn (slope).
+the scheduler of `LocalEngine`; only the forward pass of the model is skipped. CPU time of the process is split into
+engine steps and everything else (`host`), threads of environments included. A linear fit over runs with different
+numbers of turns gives the cost per episode (intercept) and per turn (slope).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -57,11 +58,11 @@ class FixedReplyRunner:
         self.batch, self.sampling = engine.batch, engine.batch.sampling
         engine.batch.sampling = self._select_tokens  # type: ignore[method-assign]
 
-    def _select_tokens(self, rows: np.ndarray) -> object:
+    def _select_tokens(self, rows: np.ndarray, *more: Any) -> object:
         """Selects the next tokens of these rows, immediately before `launch`."""
         seed, position = self.batch.seed[rows], self.batch.length[rows] - self.batch.prompt[rows]
         self.tokens = self.replies[(seed % len(self.replies)).astype(np.int64), position]
-        return self.sampling(rows)
+        return self.sampling(rows, *more)
 
     def launch(self, step: ModelStep) -> FinishedOutput:
         return FinishedOutput(self.tokens, np.full(len(step.sampled), -1.0))
@@ -80,10 +81,10 @@ class TimedEngine(LocalEngine):
     spent, first = 0.0, 0
 
     def _step(self) -> None:
-        began = time.thread_time()
+        began = time.process_time()
         super()._step()
         self.first = self.first or len(self.scheduler.running) + len(self.scheduler.waiting)
-        self.spent += time.thread_time() - began
+        self.spent += time.process_time() - began
 
 
 @dataclass
@@ -93,7 +94,7 @@ class RolloutTimes:
     episodes: int
     turns: int
     host: float
-    """Event loop's thread outside of engine steps: rollout, rewards, episode files."""
+    """Outside of engine steps: rollout, environments, rewards, episode files."""
     engine: float
     score: float
     store: float
@@ -171,14 +172,14 @@ async def run_batch(rollout: Rollout, rewards: Rewards, tasks: Sequence[Task], g
     assert isinstance(engine, TimedEngine)
     engine.spent, engine.first = 0.0, 0
     engine.scheduler.clear_cache()
-    clock = [time.thread_time()]
+    clock = [time.process_time()]
     groups = await rollout.train(tasks, seed, group, len(tasks))
-    clock.append(time.thread_time())
+    clock.append(time.process_time())
     await rewards.score(groups)
-    clock.append(time.thread_time())
+    clock.append(time.process_time())
     with tempfile.TemporaryDirectory() as folder:
         EpisodeStore(Path(folder)).write(1, groups)
-    clock.append(time.thread_time())
+    clock.append(time.process_time())
     episodes = [episode for group in groups for episode in group.episodes]
     failed = [episode.failure for episode in episodes if episode.failure is not None]
     assert not failed, failed[0]
@@ -216,7 +217,8 @@ def measure_lake_episodes(args: argparse.Namespace, renderer: Renderer) -> dict[
     engine = make_engine(renderer, LAKE_REPLIES, args.requests)
     found = []
     for turns in args.episode_turns:
-        config = make_config(args, args.episodes, ["env=frozen_lake", f"env.args.max_steps={turns}"])
+        settings = ["env=frozen_lake", f"env.args.max_steps={turns}", f"rollout.workers={args.workers}"]
+        config = make_config(args, args.episodes, settings)
         rollout, rewards = make_rollout(config, engine, renderer)
         with Profiler(args) if turns == max(args.episode_turns) else nullcontext():
             found.append(best_of(args, rollout, rewards, lake_tasks(args.episodes // args.group, turns)))
@@ -238,7 +240,7 @@ class Profiler:
     """Context manager that profiles and prints the `--profile` most expensive functions; inactive at 0."""
 
     def __init__(self, args: argparse.Namespace):
-        self.count, self.profile = args.profile, cProfile.Profile(time.thread_time)
+        self.count, self.profile = args.profile, cProfile.Profile(time.process_time)
 
     def __enter__(self) -> None:
         if self.count:

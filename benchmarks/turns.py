@@ -220,6 +220,7 @@ def main() -> None:
         "--requests", type=int, default=1024, help="maximum number of concurrent requests in the engine"
     )
     parser.add_argument("--concurrency", default="auto", help="value of rollout.concurrency")
+    parser.add_argument("--workers", default="auto", help="value of rollout.workers for the multi-turn episodes")
     parser.add_argument("--repeats", type=int, default=3, help="batches; the fastest is reported")
     parser.add_argument("--profile", type=int, default=0, help="number of functions in a printed profile; 0: none")
     parser.add_argument("--json", action="store_true")

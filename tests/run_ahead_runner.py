@@ -10,34 +10,20 @@ from arborl.engines.local import LocalEngine
 from arborl.engines.local.model_runner import FinishedOutput, ModelStep, TorchModelRunner
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LateOutput(FinishedOutput):
-    """Is ready when it has been asked `delay` times."""
-
-    asked: list[int] = dataclasses.field(default_factory=list)
-    delay: int = 0
-
-    @property
-    def is_ready(self) -> bool:  # type: ignore[override]
-        self.asked.append(1)
-        return len(self.asked) > self.delay
-
-
 class RunAheadRunner(TorchModelRunner):
     """Outputs are read after the next launch, whose input tokens refer to them."""
 
     runs_ahead = True
-    delay = 0
     last = np.zeros(0, np.int64)
 
-    def launch(self, step: ModelStep) -> LateOutput:
+    def launch(self, step: ModelStep) -> FinishedOutput:
         tokens, pending = step.tokens.copy(), step.tokens < 0
         tokens[pending] = self.last[-1 - tokens[pending]]
         output = super().launch(dataclasses.replace(step, tokens=tokens))
         assert isinstance(output, FinishedOutput)
         if len(step.sampled):
             self.last = output.tokens
-        return LateOutput(output.tokens, output.logprobs, output.top, delay=self.delay)
+        return output
 
     @classmethod
     def install(cls, engine: LocalEngine) -> RunAheadRunner:

@@ -175,6 +175,16 @@ def test_model_shapes_have_the_number_of_parameters_in_their_name(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("workers", ["auto", "thread"])
+def test_turns_benchmark_reports_the_host_time_of_episodes_and_turns(workers):
+    lake, rows = run_benchmark(
+        "turns.py", "--case", "episodes", "--episodes", "16", "--rows", "16", "--group", "8", "--workers", workers
+    )
+    assert (lake["turns"], rows["episodes"]) == ([2, 4, 6, 8], 16)
+    assert min(lake["turn_ms"], rows["episode_ms"]) > 0
+
+
+@pytest.mark.slow
 def test_turns_benchmark_reports_each_context_length_and_one_episode():
     *turns, episode = run_benchmark(
         "turns.py", "--case", "turns", "--contexts", "256", "1024", "--turns", "2", "--step", "200"

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from cases import slow_cases
-from run_ahead_runner import RunAheadRunner
 from transformers import (
     GemmaConfig,
     GemmaForCausalLM,
@@ -222,29 +221,6 @@ def test_a_later_turn_reads_only_what_is_new(qwen3):
     engine.metrics()
     generate(engine, [[1, 2, 3, 4, 5, *first.tokens, 7, 8]], [Sampling(1)])
     assert engine.metrics()["engine/read"] == 3  # the last sampled token, 7 and 8
-
-
-@pytest.mark.parametrize(("delay", "launched"), [(0, 4), (20, 2), (1000, 1)])
-def test_an_idle_device_starts_while_requests_are_still_submitted(qwen3, delay, launched):
-    """`delay`: how often the engine asks until a step is done. Each request gets the tokens that it would get alone."""
-    prompts = random_prompts([20 + n % 7 for n in range(50)], qwen3.config.vocab_size)
-    prompts += prompts[:20]  # prefixes that are computed, or about to be
-    engine = LocalEngine(qwen3, max_context=64, kv_tokens=6400, block_size=8, max_requests=60)
-    RunAheadRunner.install(engine).delay = delay
-    steps = []
-
-    async def ask(number, prompt):
-        steps.append(engine.counts["steps"])
-        return await engine.generate(prompt, Sampling(6 + number % 3, 0.0), session=str(number))
-
-    async def submit():
-        """All requests in one iteration of the event loop, as at the end of a turn of all episodes."""
-        return await asyncio.gather(*(ask(number, prompt) for number, prompt in enumerate(prompts)))
-
-    results = asyncio.run(submit())
-    assert steps[-1] == launched
-    for number, (result, tokens) in enumerate(zip(results, greedy_by_transformers(qwen3, prompts, 8), strict=True)):
-        assert list(result.tokens) == tokens[: 6 + number % 3]
 
 
 def test_siblings_read_their_prompt_once(qwen3):

@@ -27,6 +27,7 @@ from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.envs.wrapper import is_blocking
 from arborl.rollout import deadlines
 from arborl.rollout.env_processes import LocalEnvProcess, ProcessEnv, ProcessPool
+from arborl.rollout.env_threads import ThreadPool
 from arborl.rollout.env_workers import Workers
 from arborl.rollout.episode_store import episode_to_json
 from arborl.rollout.recorder import EpisodeLimits
@@ -110,6 +111,26 @@ def test_an_environment_is_called_in_one_thread_from_beginning_to_end_which_is_n
     play(rollout(seedling, Telling), "a")
     assert seen
     assert here not in seen
+
+
+async def test_results_of_threads_that_arrive_together_wake_the_event_loop_once(monkeypatch):
+    pool = ThreadPool()
+    results, woken = pool.results(), []
+    monkeypatch.setattr(results.loop, "call_soon_threadsafe", lambda function: woken.append(function))
+    threads = [pool.take() for _ in range(16)]
+    outcomes = [results.submit(thread, lambda thread=thread: threads.index(thread)) for thread in threads]
+    cancelled, failed = outcomes[3], results.submit(threads[0], lambda: 1 / 0)
+    cancelled.cancel()
+    while len(results.arrived) < 17:
+        await asyncio.sleep(0.001)
+    (deliver,) = woken
+    deliver()
+    assert [outcome.result() for outcome in outcomes if outcome is not cancelled] == [0, 1, 2, *range(4, 16)]
+    assert isinstance(failed.exception(), ZeroDivisionError)
+    assert results.submit(threads[0], int) is not None
+    while not results.arrived:
+        await asyncio.sleep(0.001)
+    assert len(woken) == 2
 
 
 @pytest.mark.parametrize(

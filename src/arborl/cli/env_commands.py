@@ -230,7 +230,7 @@ class EpisodeTerminal:
         except ThreadTimeout as error:
             raise ConfigError(f"{type(self.env).__name__}.{error}") from error
         except BaseException:
-            thread.call(self.env.close)
+            thread.submit(lambda: thread.run(self.env.close))
             raise
 
     def _play(self, player: Player, thread: EnvThread) -> None:

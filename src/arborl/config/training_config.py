@@ -52,9 +52,9 @@ class LearnerConfig(Config):
     not used, with a warning."""
     recompute: bool | Literal["auto"] = "auto"
     """Gradient checkpointing. `auto`: on a GPU if the memory forecast requires it."""
-    memory_share: float = Field(0.9, gt=0, le=1)
-    """Share of the free GPU memory, after the model is loaded, that the run may use. `micro_batch_tokens=0`,
-    `recompute=auto` and `engine.kv_tokens=0` are chosen within it."""
+    memory_share: float = Field(0.85, gt=0, le=1)
+    """Share of the GPU memory that is free before the model is loaded; the run may use this much.
+    `micro_batch_tokens=0`, `recompute=auto` and `engine.kv_tokens=0` are chosen within it."""
     master: Literal["float32", "none"] = "float32"
     """Master weights of a model in bfloat16 or float16: float32 copies, or none (bfloat16 only; small updates are
     lost)."""

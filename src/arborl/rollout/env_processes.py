@@ -23,7 +23,7 @@ import traceback
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,7 @@ from arborl import sandbox
 from arborl.child_process import supervised_command
 from arborl.envs.env import Env, Observation, Step
 from arborl.errors import ArborError
-from arborl.rollout.env_threads import ElsewhereEnv, EnvThread, ThreadPool, set_outcome
+from arborl.rollout.env_threads import ElsewhereEnv, EnvThread, ThreadPool
 from arborl.types import Message, Metrics, Task
 
 if TYPE_CHECKING:
@@ -199,6 +199,11 @@ class LocalEnvProcess(EnvProcess):
         if not was_killed:
             self._log_loss()
         self._fail_pending()
+
+
+def set_outcome(outcome: Future[Any], value: Any, error: BaseException | None) -> None:
+    with suppress(InvalidStateError):  # cancelled
+        outcome.set_exception(error) if error is not None else outcome.set_result(value)
 
 
 async def _wait_for(outcome: Future[Any]) -> Any:

@@ -13,8 +13,8 @@ import inspect
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -55,20 +55,24 @@ class EnvThread:
     def submit(self, job: Job) -> None:
         self.jobs.put(job)
 
-    def call(self, function: Callable[[], Any]) -> Future[Any]:
-        outcome: Future[Any] = Future()
-        self.submit(lambda: _set_result_of(outcome, lambda: self.run_awaitable(function())))
-        return outcome
+    def run(self, function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+        """The result of `function()`, awaited if it is awaitable, or what it raised. Called in this thread."""
+        try:
+            return self.run_awaitable(function()), None
+        except BaseException as error:
+            return None, _raisable(error)
 
     def wait(self, what: str, seconds: float, function: Callable[[], Any]) -> Any:
         """The result of `function()`, without an event loop. Ctrl-C ends the wait."""
-        outcome = self.call(function)
+        results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self.submit(lambda: results.put(self.run(function)))
         try:
-            return outcome.result(seconds)
-        except TimeoutError:
-            if outcome.done():  # raised by the function itself
-                raise
+            value, error = results.get(timeout=seconds)
+        except Empty:
             raise ThreadTimeout(f"{what} did not return within {seconds:g} s.") from None
+        if error is not None:
+            raise error
+        return value
 
     def end(self, last: Job) -> None:
         """Run `last` after the jobs in the queue, then end the thread."""
@@ -103,32 +107,59 @@ class EnvThread:
             self.loop.close()
 
 
-def _set_result_of(outcome: Future[Any], function: Callable[[], Any]) -> None:
-    try:
-        set_outcome(outcome, function(), None)
-    except BaseException as error:
-        text = f"{type(error).__name__}: {error}"
-        is_other_loop = isinstance(error, RuntimeError) and OTHER_LOOP.search(str(error))
-        if isinstance(error, Exception) and not isinstance(error, StopIteration):
-            text = f"{error}. {OTHER_LOOP_ADVICE}" if is_other_loop else ""
-        # StopIteration cannot be raised by a future; SystemExit, KeyboardInterrupt, CancelledError end the call alone
-        raised = RuntimeError(text).with_traceback(error.__traceback__) if text else error
-        set_outcome(outcome, None, raised)
+def _raisable(error: BaseException) -> BaseException:
+    """The error as it can be raised in the episode: StopIteration cannot be raised by a future, and SystemExit,
+    KeyboardInterrupt and CancelledError of a call end that call alone."""
+    text = f"{type(error).__name__}: {error}"
+    is_other_loop = isinstance(error, RuntimeError) and OTHER_LOOP.search(str(error))
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        text = f"{error}. {OTHER_LOOP_ADVICE}" if is_other_loop else ""
+    return RuntimeError(text).with_traceback(error.__traceback__) if text else error
 
 
-def set_outcome(outcome: Future[Any], value: Any, error: BaseException | None) -> None:
-    with suppress(InvalidStateError):  # cancelled
-        outcome.set_exception(error) if error is not None else outcome.set_result(value)
+class LoopResults:
+    """Results of threads for one event loop. Results that arrive together wake the loop once."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop = loop
+        self.arrived: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
+        self.is_scheduled = False
+
+    def submit(self, thread: EnvThread, function: Callable[[], Any]) -> asyncio.Future[Any]:
+        outcome = self.loop.create_future()
+        thread.submit(lambda: self._add(outcome, *thread.run(function)))
+        return outcome
+
+    def _add(self, outcome: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+        self.arrived.append((outcome, value, error))
+        if not self.is_scheduled:  # `_deliver` clears it before it reads, so no result is missed
+            self.is_scheduled = True
+            with suppress(RuntimeError):  # the loop is closed
+                self.loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self.is_scheduled = False
+        while self.arrived:
+            outcome, value, error = self.arrived.popleft()
+            if not outcome.done():  # not cancelled
+                outcome.set_result(value) if error is None else outcome.set_exception(error)
 
 
 class ThreadPool:
     """Threads of environments; each environment has its own."""
 
     def __init__(self) -> None:
+        self._results: LoopResults | None = None
         self.lock = threading.Lock()
         self.idle: list[EnvThread] = []
         self.left = AbandonedCalls()
         self.num_abandoned = 0
+
+    def results(self) -> LoopResults:
+        loop = asyncio.get_running_loop()
+        if self._results is None or self._results.loop is not loop:
+            self._results = LoopResults(loop)
+        return self._results
 
     def take(self) -> EnvThread:
         with self.lock:
@@ -242,7 +273,7 @@ class ThreadEnv(ElsewhereEnv, EnvWrapper):
     async def call(self, function: Callable[[], Any]) -> Any:
         """The result of a function in the environment's thread."""
         thread = self.thread = self.thread or self.pool.take()
-        outcome = asyncio.wrap_future(thread.call(function))
+        outcome = self.pool.results().submit(thread, function)
         self.deadline, self.is_stuck = time.monotonic() + self.seconds, True
         try:
             return await outcome

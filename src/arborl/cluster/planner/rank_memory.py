@@ -134,7 +134,7 @@ def rank_planner(
     return RankPlanner(
         sizes, learner.model_copy(update={"strategy": "single", "ranks": 1}), ExtraModels.of(config),
         context=context,
-        limit=weights + int(learner.memory_share * free),
+        limit=int(learner.memory_share * (weights + free)),
         kv_token=kv_token // split,
         kv_wanted=wanted,
         kv_least=wanted if engine.kv_tokens else min(wanted, MIN_CACHED_SEQUENCES * context),

@@ -134,10 +134,6 @@ class PendingOutput:
     event: torch.cuda.Event
     top: TopTokens | None = None
 
-    @property
-    def is_ready(self) -> bool:
-        return bool(self.event.query())
-
     def wait(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         self.event.synchronize()
         return self.token.numpy().copy(), self.logprob.numpy().astype(np.float64)

@@ -33,8 +33,6 @@ from arborl.spans import add_to_timeline
 from arborl.types import Completion, FinishReason, Metrics, Sampling
 
 UPDATE_MODES = ("continue", "finish", "restart")
-EARLY_REQUESTS = 16
-"""While episodes submit requests one after another, a device that is idle starts with this many."""
 MAX_GAP_SECONDS, MAX_SPAN_SECONDS = 0.02, 0.5
 """A larger gap between two steps starts a new span of the timeline; so does a longer span."""
 
@@ -121,7 +119,6 @@ class LocalEngine(Engine):
         self.scheduler = Scheduler(self.pool, self.batch, max_context, not deterministic, copy, self.counts)
         self.version = 0
         self.launched: LaunchedStep | None = None
-        self.span = StepSpan()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.worker: asyncio.Task[None] | None = None
         self.closed = False
@@ -138,7 +135,6 @@ class LocalEngine(Engine):
         request = EngineRequest(tokens, len(tokens), sampling, done, time.perf_counter(), stops, listener, editor)
         self.scheduler.add(request, session == PROBE_SESSION)
         self._start_worker()
-        self._launch_early()
         try:
             return await done
         finally:
@@ -257,30 +253,21 @@ class LocalEngine(Engine):
             self.worker = self.loop.create_task(self._work()) if self.loop.is_running() else None
 
     async def _work(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop, span = asyncio.get_running_loop(), StepSpan()
         try:
             while self.scheduler.has_work and self.loop is loop:
                 await asyncio.sleep(0)  # episodes that just got a completion send their next request for this step
-                self._run_step()
+                started = time.perf_counter()
+                self._guard(self._step)
+                seconds = time.perf_counter() - started
+                self.counts["seconds"] += seconds
+                span.add(seconds)
         except BaseException:  # cancelled, or the process ends
             if self.loop is loop:
                 self._fail_all("the engine was stopped")
             raise
         finally:
-            self.span.end()
-
-    def _launch_early(self) -> None:
-        """Launch a step while further episodes submit their requests, if the device has nothing to do."""
-        has_enough = self.runner.runs_ahead and self.scheduler.num_new >= EARLY_REQUESTS
-        if has_enough and (self.launched is None or self.launched.output.is_ready):
-            self._run_step()
-
-    def _run_step(self) -> None:
-        started = time.perf_counter()
-        self._guard(self._step)
-        seconds = time.perf_counter() - started
-        self.counts["seconds"] += seconds
-        self.span.add(seconds)
+            span.end()
 
     def _step(self) -> None:
         self.scheduler.drop_finished(self.version)
@@ -308,7 +295,6 @@ class LocalEngine(Engine):
     def _launch(self) -> LaunchedStep | None:
         """Launch the forward pass over the new tokens; rows whose last token is computed sample the next one."""
         batch = self.batch
-        self.scheduler.num_new = 0
         self.scheduler.allocate_next()
         running = self.scheduler.running
         row = np.fromiter(running, np.int64, len(running))

@@ -34,11 +34,6 @@ class StepOutput(Protocol):
         """The likeliest tokens of the sampled sequences, if requested."""
         ...
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether the step is done, so that `wait` returns at once."""
-        ...
-
     def wait(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]: ...
 
 
@@ -90,7 +85,6 @@ class FinishedOutput:
     tokens: NDArray[np.int64]
     logprobs: NDArray[np.float64]
     top: TopTokens | None = None
-    is_ready = True
 
     def wait(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         return self.tokens, self.logprobs

@@ -139,8 +139,6 @@ class Scheduler:
         self.waiting: deque[EngineRequest] = deque()
         self.held: deque[EngineRequest] = deque()
         """Requests that wait for `resume`."""
-        self.num_new = 0
-        """Requests that were added since the last launch."""
         self.is_paused = False
         self.running: dict[int, EngineRequest] = {}
         """By row, in order of admission."""
@@ -160,11 +158,7 @@ class Scheduler:
     def add(self, request: EngineRequest, while_paused: bool = False) -> None:
         """Queue a request; it waits for `resume` if paused, unless `while_paused`."""
         self.has_deadlines |= request.sampling.seconds is not None
-        if self.is_paused and not while_paused:
-            self.held.append(request)
-        else:
-            self.waiting.append(request)
-            self.num_new += 1
+        (self.held if self.is_paused and not while_paused else self.waiting).append(request)
 
     def pause(self, finish: bool) -> None:
         """Hold all requests until `resume`; with `finish` only those that have sampled nothing yet."""

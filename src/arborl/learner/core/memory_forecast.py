@@ -226,12 +226,13 @@ class MemoryPlanner:
         return MemoryPlan(tokens, recompute, kv, self.forecast(tokens, recompute, kv, kv_freed), self.limit)
 
     def _candidates(self) -> Iterator[tuple[int, bool]]:
-        """Gradient checkpointing comes before small micro-batches: it costs a third more work, small ones leave a GPU
-        idle."""
+        """Micro-batches of 4,096 tokens come before gradient checkpointing, which costs a third more work; smaller ones
+        leave a GPU idle. A 4B model on an H200, 46k tokens: 3.0 s with 8,192, 3.2 s with 4,096, 3.6 s with 16,384 and
+        checkpointing."""
         requested, setting = self.config.micro_batch_tokens, self.config.recompute
         shorter = [tokens for tokens in MICRO_BATCH_SIZES[1:] if tokens * 2 > self.context]
         sizes = [requested] if requested else [MICRO_BATCH_SIZES[0], *shorter]
         if setting is not True:
-            yield from ((tokens, False) for tokens in (sizes[:2] if setting == "auto" else sizes))
+            yield from ((tokens, False) for tokens in (sizes[:3] if setting == "auto" else sizes))
         if setting is not False:
             yield from ((tokens, True) for tokens in sizes)

@@ -72,7 +72,7 @@ def plan_memory(model: PreTrainedModel, config: RunConfig, needs: ModelNeeds) ->
     planner = MemoryPlanner(
         sizes, learner, needs,
         context=context,
-        limit=sizes.weights + int(learner.memory_share * free),
+        limit=int(learner.memory_share * (sizes.weights + free)),
         kv_token=kv_token,
         kv_wanted=wanted,
         kv_least=wanted if engine.kv_tokens else min(wanted, MIN_CACHED_SEQUENCES * context),
