@@ -36,7 +36,7 @@ OTHER_LOOP_ADVICE = (
     "or write `blocking = False` in its class: it then runs in the run's event loop and must never block it."
 )
 
-Job = Callable[[], None]
+Job = Callable[[], object]
 
 
 class ThreadTimeout(ArborError):
