@@ -36,9 +36,11 @@ from step_work import LEARNING_RATE, peak_gib, synchronize
 from texts import Texts, make_texts
 
 from arborl.algorithms import make_algorithm
-from arborl.config.run_config import AlgorithmConfig, LearnerConfig
+from arborl.config.load_config import load as load_config
+from arborl.config.run_config import AlgorithmConfig
 from arborl.engines.local import LocalEngine
 from arborl.learner.core.learner import Learner
+from arborl.learner.core.memory_plan import plan_memory
 from arborl.models.attention import ATTENTION_NAME
 from arborl.models.model_loading import tune_cpu
 from arborl.rollout.token_trees import build_token_trees
@@ -64,10 +66,16 @@ class LongSteps:
         self.texts: Texts = make_texts(args.model, model.config.vocab_size)
         self.sampling = Sampling(self.sampled)
         self.algorithm = make_algorithm(AlgorithmConfig(name="grpo", std="group"))
-        self.engine = LocalEngine(model, context, self.episodes, kv_tokens=self.episodes * (context + 64))
+        kv_tokens = self.episodes * (context + 64)
+        config = load_config(None, [
+            f"sampling.max_context={context}", f"sampling.max_tokens={self.sampled}", f"engine.kv_tokens={kv_tokens}",
+            f"learner.lr={LEARNING_RATE}", "learner.decay=none",
+            f"learner.micro_batch_tokens={args.micro_batch_tokens}",
+        ])  # fmt: skip
+        self.plan = plan_memory(model, config, self.algorithm.needs)
+        self.engine = LocalEngine(model, context, self.episodes, kv_tokens=kv_tokens)
         self.engine.warm_up(self.sampling)
-        config = LearnerConfig(lr=LEARNING_RATE, decay="none", micro_batch_tokens=args.micro_batch_tokens)
-        self.learner = Learner(model, config, self.sampling, self.algorithm.needs)
+        self.learner = Learner(model, self.plan.settings(config.learner), self.sampling, self.algorithm.needs)
 
     async def step(self, number: int) -> dict[str, float]:
         """Seconds and peak memory of the parts of one step."""
@@ -93,6 +101,7 @@ class LongSteps:
             "attended": int(sum(tree.depth.sum() for tree in forest.trees)),
             "loss_terms": len(forest.terms),
             "micro_batch_tokens": metrics["learner/micro_batch_tokens"],
+            "recompute": self.plan.recompute,
         }
 
     async def _episode(self, step: int, index: int) -> Episode:
@@ -139,7 +148,7 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=4)
     parser.add_argument("--observed", type=int, default=896, help="tokens that a turn observes")
     parser.add_argument("--sampled", type=int, default=128, help="tokens that a turn samples")
-    parser.add_argument("--micro-batch-tokens", type=int, default=0, help="0: as many as the memory allows")
+    parser.add_argument("--micro-batch-tokens", type=int, default=0, help="0: by the memory plan, as in a run")
     parser.add_argument("--json", action="store_true", help="one JSON line per length")
     args = parser.parse_args()
     if min(args.contexts) < args.observed + args.sampled:
