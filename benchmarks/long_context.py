@@ -9,7 +9,8 @@ A step has `--episodes` episodes of one task, each a conversation of turns that 
 Every length has the same episodes and turns of the same size, so a length that is four times longer has four times as
 many tokens and turns. `growth` is the exponent of a time or of memory between two lengths: 1 is linear. `attended` is
 the number of pairs of a token and an earlier token of its context, the work of attention: nothing should grow faster
-than it. The first step of each length is a warm-up; the second is reported.
+than it. The first step of each length is a warm-up; the second is reported
+(`--no-warm-up` reports the first, which includes compilation).
 
 Lengths above a trained model's limit are refused; models with random weights get the limit that they need.
 """
@@ -125,8 +126,9 @@ class LongSteps:
 def measure(args: argparse.Namespace, context: int) -> dict[str, Any]:
     steps = LongSteps(args, context)
     with asyncio.Runner() as runner:
-        first = runner.run(steps.step(0))
-        row = runner.run(steps.step(1))
+        first = row = runner.run(steps.step(0))
+        if args.warm_up:
+            row = runner.run(steps.step(1))
         runner.run(steps.engine.close())
     rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
     first_seconds = sum(first[name] for name in TIMES)
@@ -149,6 +151,9 @@ def main() -> None:
     parser.add_argument("--observed", type=int, default=896, help="tokens that a turn observes")
     parser.add_argument("--sampled", type=int, default=128, help="tokens that a turn samples")
     parser.add_argument("--micro-batch-tokens", type=int, default=0, help="0: by the memory plan, as in a run")
+    parser.add_argument(
+        "--warm-up", action=argparse.BooleanOptionalAction, default=True, help="report the second step, not the first"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON line per length")
     args = parser.parse_args()
     if min(args.contexts) < args.observed + args.sampled:
