@@ -115,11 +115,10 @@ def test_an_environment_is_called_in_one_thread_from_beginning_to_end_which_is_n
 
 async def test_results_of_threads_that_arrive_together_wake_the_event_loop_once(monkeypatch):
     pool = ThreadPool()
-    results, woken = pool.results(), []
+    results, thread, woken = pool.results(), pool.take(), []
     monkeypatch.setattr(results.loop, "call_soon_threadsafe", lambda function: woken.append(function))
-    threads = [pool.take() for _ in range(16)]
-    outcomes = [results.submit(thread, lambda thread=thread: threads.index(thread)) for thread in threads]
-    cancelled, failed = outcomes[3], results.submit(threads[0], lambda: 1 / 0)
+    outcomes = [results.submit(thread, lambda number=number: number) for number in range(16)]
+    cancelled, failed = outcomes[3], results.submit(thread, lambda: 1 / 0)
     cancelled.cancel()
     while len(results.arrived) < 17:
         await asyncio.sleep(0.001)
@@ -127,10 +126,11 @@ async def test_results_of_threads_that_arrive_together_wake_the_event_loop_once(
     deliver()
     assert [outcome.result() for outcome in outcomes if outcome is not cancelled] == [0, 1, 2, *range(4, 16)]
     assert isinstance(failed.exception(), ZeroDivisionError)
-    assert results.submit(threads[0], int) is not None
+    last = results.submit(thread, lambda: 17)
     while not results.arrived:
         await asyncio.sleep(0.001)
-    assert len(woken) == 2
+    woken[1]()
+    assert (last.result(), len(woken)) == (17, 2)
 
 
 @pytest.mark.parametrize(
