@@ -4,7 +4,8 @@
     python benchmarks/reliability.py kills --out runs/kills --mode sync async ray
     python benchmarks/reliability.py memory --out runs/memory --minutes 60
 
-All runs train seedling on a CPU with `RUN`: half FrozenLake, half sums with a calculator.
+All runs train seedling on a CPU with `RUN`: half FrozenLake, half sums with a calculator; `memory --run FILE` has another
+run.
 
 `faults` compares runs in one process with runs on a private Ray cluster with two engines and the faults `FAULTS`.
 Held-out success is measured after the run, without faults. Each injected fault is compared with what the run reports.
@@ -104,11 +105,13 @@ def describe_machine() -> str:
     )
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
-    """`arborl train` in a process group of its own; its output is appended to `FOLDER.log`."""
+def start(folder: Path, *words: str, file: Path | None = None) -> subprocess.Popen[bytes]:
+    """`arborl train` of `file` (default: `RUN`) in a process group of its own; its output is appended to
+    `FOLDER.log`."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    file = folder.parent / "run.yaml"
-    file.write_text(yaml.safe_dump(RUN), encoding="utf-8")
+    if file is None:
+        file = folder.parent / "run.yaml"
+        file.write_text(yaml.safe_dump(RUN), encoding="utf-8")
     command = [sys.executable, "-m", "arborl", "train", str(file), *words, f"output_dir={folder}"]
     with folder.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -267,7 +270,7 @@ def run_memory(args: argparse.Namespace) -> dict[str, Any]:
     folder = args.out / "run"
     shutil.rmtree(folder, ignore_errors=True)
     words = ["trainer.steps=1000000", "trainer.save_every=50", "trainer.keep=2", f"threads={args.threads}", *args.set]
-    process = start(folder, *words)
+    process = start(folder, *words, file=args.run)
     root, began, samples = psutil.Process(process.pid), time.monotonic(), []
     try:
         while process.poll() is None and time.monotonic() - began < 60 * args.minutes:
@@ -327,6 +330,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the moments of `kills`")
     parser.add_argument("--minutes", type=float, default=60, help="of `memory`")
     parser.add_argument("--threads", type=int, default=2, help="of `memory`")
+    parser.add_argument("--run", type=Path, help="YAML file of the run of `memory`; default: `RUN`")
     parser.add_argument("--set", nargs="*", default=[], help="further settings of the run of `memory`")
     args = parser.parse_args()
     args.out = args.out.resolve()
