@@ -4,8 +4,8 @@
     python benchmarks/reliability.py kills --out runs/kills --mode sync async ray
     python benchmarks/reliability.py memory --out runs/memory --minutes 60
 
-All runs train seedling on a CPU with `RUN`: half FrozenLake, half sums with a calculator; `memory --run FILE` has another
-run.
+All runs train seedling on a CPU with `RUN`: half FrozenLake, half sums with a calculator. `memory --run FILE` trains
+another run.
 
 `faults` compares runs in one process with runs on a private Ray cluster with two engines and the faults `FAULTS`.
 Held-out success is measured after the run, without faults. Each injected fault is compared with what the run reports.
@@ -15,6 +15,8 @@ Held-out success is measured after the run, without faults. Each injected fault 
 bit, the accounting of all. A run on Ray is compared with the same reference as the synchronous one.
 
 `memory` samples memory, file descriptors and threads of a run and its child processes, and the time of its steps.
+`cpu_seconds_per_step` is their processor time. `probe_ms` is the processor time of a fixed loop at the same moments: on
+a shared machine the speed of a core changes, and a step that takes longer need not do more.
 """
 
 from __future__ import annotations
@@ -276,7 +278,8 @@ def run_memory(args: argparse.Namespace) -> dict[str, Any]:
         while process.poll() is None and time.monotonic() - began < 60 * args.minutes:
             time.sleep(10)
             with suppress(psutil.Error):
-                samples.append({"minutes": (time.monotonic() - began) / 60} | _usage(root))
+                minutes = (time.monotonic() - began) / 60
+                samples.append({"minutes": minutes, "probe_ms": _probe_ms()} | _usage(root))
     finally:
         with suppress(ProcessLookupError):
             process.terminate()
@@ -290,6 +293,12 @@ def run_memory(args: argparse.Namespace) -> dict[str, Any]:
     return {"exit_code": process.returncode, "samples": samples, "windows": _windows(samples, steps, args.minutes)}
 
 
+def _probe_ms() -> float:
+    began = time.process_time()
+    sum(range(2_000_000))
+    return 1e3 * (time.process_time() - began)
+
+
 def _usage(root: psutil.Process) -> dict[str, float]:
     processes = [root, *root.children(recursive=True)]
     return {
@@ -297,6 +306,7 @@ def _usage(root: psutil.Process) -> dict[str, float]:
         "descriptors": sum(one.num_fds() for one in processes),
         "threads": sum(one.num_threads() for one in processes),
         "processes": len(processes),
+        "cpu_seconds": sum(one.cpu_times().user + one.cpu_times().system for one in processes),
     }
 
 
@@ -308,9 +318,14 @@ def _windows(samples: Sequence[dict[str, float]], steps: Sequence[dict[str, floa
         inside = [one for one in samples if low <= one["minutes"] < high]
         done = [one for one in steps if low <= one["at"] * scale < high]
         if inside and done:
+            used = inside[-1]["cpu_seconds"] - inside[0]["cpu_seconds"]
+            span = inside[-1]["minutes"] - inside[0]["minutes"]
+            during = sum(inside[0]["minutes"] <= one["at"] * scale < inside[-1]["minutes"] for one in done)
             row: dict[str, float] = {"until_minute": high, "steps": len(done)}
+            if span and during:
+                row["cpu_seconds_per_step"] = used / during
             for part in (inside, done):
-                row |= {name: statistics.median(one[name] for one in part) for name in part[0]}
+                row |= {name: statistics.median(one[name] for one in part) for name in part[0] if name != "cpu_seconds"}
             least, most = (
                 {f"{name}_{kind.__name__}": kind(one[name] for one in inside) for name in USAGE} for kind in (min, max)
             )

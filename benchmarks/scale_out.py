@@ -9,7 +9,7 @@ seedling samples 8 to 40 tokens and a tool returns 4 to 24 tokens after a log-no
 `efficiency` is the throughput per engine divided by the throughput of a single engine. It can reach 1 only if the
 machine has enough cores for engines and driver: `engine_busy` is the share of time in which an engine computes,
 `driver_busy` the driver's CPU utilization, `cores` the number of cores, `load` the load average. Prints one JSON line,
-or without `--json` one line per number of engines and median.
+or without `--json` one line per number of engines and median, and each measurement to stderr when it is done.
 
 `--driver` measures the cost of a call for the driver instead: conversations of `--turns` calls of actors that answer
 after 20 ms with 24 tokens, as plain Ray calls and as the batched calls of the engines. `cpu_ms` is the CPU time of the
@@ -24,6 +24,7 @@ import json
 import math
 import os
 import platform
+import sys
 import time
 from typing import Any
 
@@ -80,6 +81,7 @@ def run(engines: int, args: argparse.Namespace) -> list[dict[str, Any]]:
                 results = [await measure(parts.engine, engines, args, median=median) for _ in range(args.repeats)]
                 best = max(results, key=lambda row: row["tokens_per_second"])
                 rows.append({"engines": engines, "median": median, **best, "load": round(os.getloadavg()[0], 1)})
+                print(rows[-1], file=sys.stderr, flush=True)
         finally:
             await parts.close()
 
