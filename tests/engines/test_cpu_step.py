@@ -13,7 +13,7 @@ from cases import IS_ARM
 from forked import Forked
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from arborl.engines.local import LocalEngine
+from arborl.engines.local import LocalEngine, cpu_runner
 from arborl.engines.local.cpu_runner import SOURCE, CpuModelRunner, library
 from arborl.engines.local.model_runner import TorchModelRunner
 from arborl.models.c_library import load_c_library
@@ -82,9 +82,28 @@ def threads(request):
     torch.set_num_threads(before)
 
 
+@pytest.fixture(params=["tokens", "columns"])
+def divided_by(request, monkeypatch):
+    """What the threads of a step divide: its tokens, or the columns of its products."""
+    monkeypatch.setattr(cpu_runner, "COLUMN_MODE_BYTES", 0 if request.param == "columns" else 2**60)
+    use_many_threads(monkeypatch)
+    return request.param
+
+
+def use_many_threads(monkeypatch) -> None:
+    """However little work there is, and however few cores."""
+    monkeypatch.setattr(cpu_runner, "available_cores", lambda: 64)
+    monkeypatch.setattr(cpu_runner, "COLUMN_BYTES_PER_THREAD", 1)
+    monkeypatch.setattr(cpu_runner, "WORK_PER_THREAD", 1)
+
+
+def numbers(calls):
+    return [(call.tokens, call.logprobs) for call in calls]
+
+
 @pytest.mark.parametrize("block_size", [0, 7, 33])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_and_logprobs_are_torchs(family, block_size):
+def test_tokens_and_logprobs_are_torchs(family, block_size, divided_by, threads):
     model = made(family)
     ours = LocalEngine(model, 100, 8, 900, block_size)
     theirs = LocalEngine(model, 100, 8, 900, block_size, compiled=False)
@@ -93,14 +112,64 @@ def test_tokens_and_logprobs_are_torchs(family, block_size):
     same(converse(ours), converse(theirs), 2e-5)
 
 
-def test_a_tokens_numbers_depend_neither_on_its_neighbours_nor_on_threads(seedling, threads):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_threads_that_share_columns_compute_the_same_bits_as_threads_with_their_own_tokens(family, monkeypatch):
+    model, found = made(family), []
+    use_many_threads(monkeypatch)
+    before = torch.get_num_threads()
+    try:
+        for size, count in ((2**60, 1), (2**60, 3), (0, 2), (0, 3), (0, 16)):
+            torch.set_num_threads(count)
+            monkeypatch.setattr(cpu_runner, "COLUMN_MODE_BYTES", size)
+            engine = LocalEngine(model, 100, 8, 900)
+            assert engine.runner.shares_columns(5) == (size == 0)
+            found.append(numbers(converse(engine)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(other == found[0] for other in found)
+
+
+@pytest.mark.parametrize(
+    ("size", "tokens", "threads", "parts"),
+    [
+        (8, 8, 16, 1),
+        (8, 64, 16, 8),
+        (25, 8, 16, 2),
+        (25, 64, 16, 16),
+        (154, 8, 16, 9),
+        (513, 1, 16, 16),
+        (513, 1, 4, 4),
+    ],
+)  # fmt: skip
+def test_a_step_uses_no_more_threads_than_its_work_is_worth(size, tokens, threads, parts, seedling, monkeypatch):
+    """Megabytes of weights, tokens of the step, threads of torch; the numbers are measured (docs/results/engine.md)."""
+    monkeypatch.setattr(cpu_runner, "available_cores", lambda: 64)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        runner = LocalEngine(seedling[0], 100).runner
+        runner.weight_bytes = size * 2**20
+        assert len(runner._partition(np.arange(1, tokens + 1), runner.shares_columns(tokens))) - 1 == parts
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_threads_share_columns_only_of_large_weights_and_in_steps_of_few_tokens(seedling, threads):
+    runner = LocalEngine(seedling[0], 100).runner
+    assert not runner.shares_columns(8)
+    runner.weight_bytes = 500 * 2**20
+    assert runner.shares_columns(8) == (torch.get_num_threads() > 1)
+    assert not runner.shares_columns(5000)
+
+
+def test_a_tokens_numbers_depend_neither_on_its_neighbours_nor_on_threads(seedling, threads, divided_by):
     model, _ = seedling
     together = converse(LocalEngine(model, 200))
     alone = converse(LocalEngine(model, 200, deterministic=True))
     same(together, alone, 0.0)
 
 
-def test_a_prompt_in_the_hands_of_several_threads_is_read_as_by_one(seedling, threads):
+def test_a_prompt_in_the_hands_of_several_threads_is_read_as_by_one(seedling, threads, divided_by):
     model, _ = seedling
     ours = converse(LocalEngine(model, 400), [{}], [333])
     same(ours, converse(LocalEngine(model, 400, compiled=False), [{}], [333]), 5e-5)

@@ -1,4 +1,5 @@
-"""Steps on a CPU by `sampling_step.c`: one call per thread for the whole step, from tokens to tokens.
+"""Steps on a CPU by `sampling_step.c`: one call per thread for the whole step, from tokens to tokens. The threads
+divide either the tokens of a step or the columns of its products (`shares_columns`); the results are equal.
 
 The compiled step uses a packed copy of the weights with adapters merged, made by `weights_changed`, so the learner may
 update its own meanwhile. Nothing runs through torch: no thread waits in its pool, and a step costs few microseconds of
@@ -40,8 +41,14 @@ log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("sampling_step.c")
 MAX_WEIGHT_SHARE = 0.1
 """Largest share of the host's memory for the packed copy of the weights."""
-TOKENS_PER_THREAD = 4
-"""With fewer, a further thread costs more than it gains."""
+TOKENS_PER_THREAD, WORK_PER_THREAD = 4, 64 * 2**20
+"""Of threads with their own tokens, the least tokens, and tokens times bytes of weights: with fewer, a further thread
+costs more than it gains."""
+COLUMN_MODE_BYTES, COLUMN_MODE_TOKENS = 64 * 2**20, 512
+"""Threads share the columns of products from this size of the weights on, in steps of at most so many tokens: they then
+read the weights once per step instead of once per thread."""
+COLUMN_BYTES_PER_THREAD = 16 * 2**20
+"""Bytes of weights per thread that shares columns: with fewer, waiting for each other costs more than it gains."""
 BLOCK_ALIGNMENT = 32
 """Tokens that a block's capacity is a multiple of, so that vector loads stay inside."""
 
@@ -69,18 +76,20 @@ class _Step(Structure):
         *((name, c_void_p) for name in ("token", "position", "row", "table", "x", "q")),
         *((name, c_void_p) for name in ("after", "temperature", "uniform", "logits")),
         *((name, c_void_p) for name in ("allowed", "penalties", "penalized", "penalty", "drawn", "logprob")),
-        *((name, c_int64) for name in ("parts", "apart")),
-        *((name, c_void_p) for name in ("bounds", "scratch")),
+        *((name, c_int64) for name in ("parts", "columns", "apart")),
+        *((name, c_void_p) for name in ("bounds", "scratch", "shared")),
         ("scratch_each", c_int64),
-        *((name, c_int) for name in ("arrived", "round")),
+        *((name, c_int) for name in ("arrived", "round", "next")),
     ]
 
 
 def library() -> ctypes.CDLL | None:
     found = load_c_library(SOURCE)
     if found is not None:
-        found.scratch_floats.restype = found.panel.restype = found.lanes.restype = found.step_bytes.restype = c_int64
+        for function in ("scratch_floats", "shared_floats", "panel", "lanes", "step_bytes"):
+            getattr(found, function).restype = c_int64
         found.scratch_floats.argtypes = [POINTER(_Step), c_int64]
+        found.shared_floats.argtypes = [POINTER(_Step)]
         found.run.argtypes = [POINTER(_Step), c_int64]
         found.pack.argtypes = [c_void_p, c_void_p, c_int64, c_int64]
         found.run.restype = found.pack.restype = None
@@ -164,11 +173,13 @@ class CpuModelRunner:
         self.library, self.forward, self.model = found, forward, forward.model
         self.cache = CpuKVCache(self.model, num_blocks, block_size, int(found.lanes()))
         self.context = context
+        self.weight_bytes = sum(p.nbytes for p in self.model.parameters())
         self.packed: dict[Any, Floats] = {}
         self.referenced: list[Any] = []
         self.has_weights = False
         self.threads = ThreadGroup("sampling")
         self.scratch: Floats = np.zeros((0, 0), dtype=np.float32)
+        self.shared: Floats = np.zeros(0, dtype=np.float32)
         self.activations: Floats = np.zeros(0, dtype=np.float32)
         self.step = self._make_step()
 
@@ -202,13 +213,14 @@ class CpuModelRunner:
         tokens, count = np.ascontiguousarray(step.tokens, dtype=np.int32), len(step.sampled)
         ends = np.cumsum(counts)
         row = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        bounds = self._partition(ends)
+        columns_shared = self.shares_columns(len(tokens))
+        bounds = self._partition(ends, columns_shared)
         token, logprob = np.zeros(count, np.int64), np.zeros(count)
         logits = np.zeros((len(logit_rows), int(self.step.vocabulary)), np.float32)
         s, parts = self.step, len(bounds) - 1
         s.tokens, s.table_width, s.sampled = len(tokens), metadata.tables.shape[1], count
-        s.parts, s.apart = parts, bool(np.isin(bounds[1:-1], ends).all())
-        s.arrived = s.round = 0
+        s.parts, s.columns, s.apart = parts, columns_shared, bool(np.isin(bounds[1:-1], ends).all())
+        s.arrived = s.round = s.next = 0
         columns: dict[str, NDArray[Any] | None] = {
             "token": tokens, "position": metadata.positions.astype(np.int32), "row": row, "table": metadata.tables,
             "after": ends[step.sampled] - 1, "temperature": sampling.temperature_B, "uniform": sampling.uniform_B,
@@ -242,10 +254,19 @@ class CpuModelRunner:
         )
         return dict(zip(names, columns, strict=True)), masks
 
-    def _partition(self, ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    def shares_columns(self, tokens: int) -> bool:
+        """Whether the threads share the columns of products in a step of so many tokens, instead of its tokens."""
+        is_large = self.weight_bytes >= COLUMN_MODE_BYTES
+        return is_large and tokens <= COLUMN_MODE_TOKENS and torch.get_num_threads() > 1
+
+    def _partition(self, ends: NDArray[np.int64], columns_shared: bool) -> NDArray[np.int64]:
         """Where the tokens of each thread begin and end: at ends of sequences where that keeps the balance."""
         tokens = int(ends[-1])
-        parts = self.threads.start(max(1, min(torch.get_num_threads(), tokens // TOKENS_PER_THREAD)))
+        if columns_shared:  # by at most as many threads as cores, because they wait for each other often
+            most = min(available_cores(), self.weight_bytes // COLUMN_BYTES_PER_THREAD)
+        else:
+            most = min(tokens // TOKENS_PER_THREAD, tokens * self.weight_bytes // WORK_PER_THREAD)
+        parts = self.threads.start(max(1, min(torch.get_num_threads(), most)))
         cuts = np.arange(parts + 1) * tokens // parts
         candidates = np.concatenate([[0], ends])
         nearest = candidates[np.abs(candidates[None] - cuts[:, None]).argmin(1)]
@@ -261,6 +282,9 @@ class CpuModelRunner:
         needed = tokens * int(s.width + s.heads * s.size)
         if len(self.activations) < needed:
             self.activations = np.zeros(needed, dtype=np.float32)
+        if s.columns and len(self.shared) < (size := int(self.library.shared_floats(s))):
+            self.shared = np.zeros(size, dtype=np.float32)
+        self._set_pointer("shared", self.shared)
         s.x = self.activations.ctypes.data
         s.q = s.x + tokens * int(s.width) * 4
 
@@ -325,6 +349,11 @@ class CpuModelRunner:
         weight = weight.detach().contiguous()
         self.library.pack(weight.data_ptr(), self.packed[name].ctypes.data, outs, depth)
         return self.packed[name].ctypes.data
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _pointers(rows: NDArray[np.int64], values: NDArray[Any], count: int) -> NDArray[np.int64]:
