@@ -168,6 +168,23 @@ def test_norms_and_gates(dtype):
     torch.testing.assert_close(engine_kernels.gate(wide), torch.nn.functional.silu(a) * b, **close)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_product_in_parts_is_the_product(dtype, parts):
+    from arborl.engines.local import engine_kernels
+
+    torch.manual_seed(0)
+    x, h, weight, scale = randn(7, 96), randn(7, 64), randn(96, 64), randn(96)
+    x, h, weight, scale = (one.to(dtype) for one in (x, h, weight, scale))
+    exact = x.double() + h.double() @ weight.double().T
+    total, normed = engine_kernels.add_norm(
+        x.clone(), engine_kernels.product_in_parts(h, weight, parts), scale, 1e-6
+    )  # fmt: skip
+    assert (total - exact).norm() <= DTYPES[dtype] * exact.norm()
+    expected = torch.nn.functional.rms_norm(exact, (96,), scale.double(), 1e-6)
+    assert (normed - expected).norm() <= DTYPES[dtype] * expected.norm()
+
+
 def test_rows_that_are_parts_of_wider_ones_give_the_same():
     """As the products of layers under adapters leave them."""
     from arborl.engines.local import engine_kernels

@@ -113,7 +113,9 @@ def swapped_heads(patch):
 
 
 def missing_norm(patch):
-    patch.setattr(engine_kernels, "add_norm", lambda x, y, weight, eps: (x.add_(y), x * weight))
+    patch.setattr(
+        engine_kernels, "add_norm", lambda x, y, weight, eps: (x.add_(y if y.dim() == 2 else y.sum(0)), x * weight)
+    )
 
 
 def wrong_mask(patch):

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
 from arborl.engines.local import engine_kernels
-from arborl.engines.local.fused_forward import FusedForward, FusedLayer, RotaryTable
+from arborl.engines.local.fused_forward import FusedForward, FusedLayer, Product, RotaryTable
 from arborl.engines.local.kv_cache import AttentionMetadata, KVCache
 from arborl.engines.local.model_runner import FinishedOutput, ModelStep, StepOutput
 from arborl.engines.local.sampler import SamplingBatch, TopTokens, redraw
@@ -47,6 +47,14 @@ from arborl.models.fast_forward import epsilon
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+PRODUCT_PARTS, SPLIT_ROWS = 2, 256
+"""Parts of a product with few outputs, which alone does not fill a GPU; in steps of at most so many rows
+(`docs/results/engine.md`)."""
+
+
+def can_split(x: Tensor, weight: Tensor) -> bool:
+    """Whether a product is computed in parts: in 16 bits, for few rows, with parts that rows of 16 bytes divide."""
+    return x.dtype != torch.float32 and len(x) <= SPLIT_ROWS and weight.shape[1] % (8 * PRODUCT_PARTS) == 0
 
 
 class TritonLayerOps(ABC):
@@ -56,6 +64,12 @@ class TritonLayerOps(ABC):
 
     def norm(self, x: Tensor, module: nn.Module) -> Tensor:
         return engine_kernels.norm(x, module.weight, epsilon(module))  # type: ignore[arg-type]
+
+    def residual_product(self, product: Product, x: Tensor) -> Tensor:
+        if type(product) is nn.Linear and product.bias is None and can_split(x, product.weight):
+            return engine_kernels.product_in_parts(x, product.weight, PRODUCT_PARTS)
+        out: Tensor = product(x)
+        return out
 
     def add_norm(self, x: Tensor, y: Tensor, module: nn.Module) -> tuple[Tensor, Tensor]:
         return engine_kernels.add_norm(x, y, module.weight, epsilon(module))  # type: ignore[arg-type]

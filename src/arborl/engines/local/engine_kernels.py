@@ -42,14 +42,18 @@ def next_power_of_2(n: int) -> int:
 
 
 @triton.jit
-def _norm(x, y, weight, total, out, E, y_stride, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _norm(x, y, weight, total, out, E, y_stride, part_stride, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     n = tl.program_id(0).to(tl.int64)
     row = n * E
     place = tl.arange(0, BLOCK)
     mask = place < E
     v = tl.load(x + row + place, mask=mask, other=0.0)
-    if ADD:
-        v = (v.to(tl.float32) + tl.load(y + n * y_stride + place, mask=mask, other=0.0).to(tl.float32)).to(v.dtype)
+    if PARTS > 0:
+        both = v.to(tl.float32)
+        for part in tl.static_range(PARTS):
+            at = y + part * part_stride + n * y_stride + place
+            both += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        v = both.to(v.dtype)
         tl.store(total + row + place, v, mask=mask)
     f = v.to(tl.float32)
     scale = tl.rsqrt(tl.sum(f * f, axis=0) / E + eps)
@@ -58,16 +62,27 @@ def _norm(x, y, weight, total, out, E, y_stride, eps, ADD: tl.constexpr, BLOCK: 
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    out = torch.empty_like(x)
-    _norm[(len(x),)](x, x, weight, x, out, x.shape[1], x.shape[1], eps, ADD=False, BLOCK=next_power_of_2(x.shape[1]))
+    out, width = torch.empty_like(x), x.shape[1]
+    _norm[(len(x),)](x, x, weight, x, out, width, width, 0, eps, PARTS=0, BLOCK=next_power_of_2(width))
     return out
 
 
 def add_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + y, in place of x, and its norm. The rows of y may be strided."""
-    out = torch.empty_like(x)
-    _norm[(len(x),)](x, y, weight, x, out, x.shape[1], y.stride(0), eps, ADD=True, BLOCK=next_power_of_2(x.shape[1]))
+    """x + y, in place of x, and its norm. y may consist of parts to be summed, `[parts, N, E]`; its rows may be
+    strided."""
+    out, width = torch.empty_like(x), x.shape[1]
+    parts, part_stride = (1, 0) if y.dim() == 2 else (len(y), y.stride(0))
+    _norm[(len(x),)](
+        x, y, weight, x, out, width, y.stride(-2), part_stride, eps, PARTS=parts, BLOCK=next_power_of_2(width)
+    )  # fmt: skip
     return x, out
+
+
+def product_in_parts(x: Tensor, weight: Tensor, parts: int) -> Tensor:
+    """`x @ weight.T` as the sum of `[parts, N, E]`, each over a part of the inputs: more programs than one product of
+    few rows and outputs has."""
+    x_PNI = x.view(len(x), parts, -1).transpose(0, 1)
+    return torch.bmm(x_PNI, weight.view(len(weight), parts, -1).permute(1, 2, 0))
 
 
 @triton.jit

@@ -66,7 +66,13 @@ class RotaryTable:
 class LayerOps(Protocol):
     def norm(self, x: Tensor, module: nn.Module) -> Tensor: ...
 
-    def add_norm(self, x: Tensor, y: Tensor, module: nn.Module) -> tuple[Tensor, Tensor]: ...
+    def residual_product(self, product: Product, x: Tensor) -> Tensor:
+        """A product whose output goes to `add_norm`."""
+        ...
+
+    def add_norm(self, x: Tensor, y: Tensor, module: nn.Module) -> tuple[Tensor, Tensor]:
+        """x + y and its norm."""
+        ...
 
     def attention(self, layer: FusedLayer, qkv: Tensor, rope: RotaryTable) -> Tensor:
         """Rotate queries and keys, store keys and values in the cache, attend. `[N, H * D]`."""
@@ -100,10 +106,10 @@ class FusedForward:
     def run_layer(self, layer: FusedLayer, x_NE: Tensor, h_NE: Tensor, ops: LayerOps) -> tuple[Tensor, Tensor]:
         """Output of a layer and its norm, from the input `x_NE` and its norm `h_NE`. May overwrite the input."""
         assert self.rope is not None
-        out_NE = layer.out(ops.attention(layer, layer.qkv(h_NE), self.rope))
-        x_NE, h_NE = ops.add_norm(x_NE, out_NE, layer.mlp_norm)
-        out_NE = layer.down(ops.gate(layer.gate_up(h_NE), layer.activation))
-        return ops.add_norm(x_NE, out_NE, layer.output_norm)
+        out = ops.residual_product(layer.out, ops.attention(layer, layer.qkv(h_NE), self.rope))
+        x_NE, h_NE = ops.add_norm(x_NE, out, layer.mlp_norm)
+        out = ops.residual_product(layer.down, ops.gate(layer.gate_up(h_NE), layer.activation))
+        return ops.add_norm(x_NE, out, layer.output_norm)
 
     def refresh(self) -> bool:
         """Read changed adapters. True if weights moved and were fused again: recorded CUDA graphs are then invalid."""
@@ -149,6 +155,10 @@ class TorchLayerOps:
 
     def norm(self, x: Tensor, module: nn.Module) -> Tensor:
         return norm(module, x)
+
+    def residual_product(self, product: Product, x: Tensor) -> Tensor:
+        out: Tensor = product(x)
+        return out
 
     def add_norm(self, x: Tensor, y: Tensor, module: nn.Module) -> tuple[Tensor, Tensor]:
         x = x + y
