@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.functional import silu
+from torch.autograd import Function
+from torch.nn.functional import rms_norm, silu
 
 from arborl.learner.attention.fused_layers import FUSED_OPS, fused_head
 from arborl.learner.attention.path_selection import DENSE, ExecutionPath, path_error
 from arborl.learner.core.tree_forward import _unfused_head, compute_outputs
-from arborl.models.fast_forward import rotate, signed_sin
+from arborl.models.fast_forward import rotated_heads, signed_sin
 from arborl.models.sampling import DistributionParams
 from arborl.types import Sampling
 
@@ -40,19 +42,66 @@ def both(fused, plain, given: list[torch.Tensor], dtype: torch.dtype) -> None:
         close(ours, theirs, dtype)
 
 
+class Kernels(Function):
+    """A kernel and its backward kernel, on a CPU too: there `FUSED_OPS` has compiled code instead."""
+
+    @staticmethod
+    def forward(ctx, run, run_back, *given):
+        outs, ctx.kept = run(*given)
+        ctx.run_back = run_back
+        return outs
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, None, *ctx.run_back(ctx.kept, *grads)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, WIDE])
-@pytest.mark.parametrize("size", [8, 40, 64])
-def test_positions(device, dtype, size):
+@pytest.mark.parametrize(("count", "width"), [(1, 12), (7, 40), (40, 576), (1100, 64)])
+def test_norms(device, dtype, count, width, monkeypatch):
+    from arborl.learner.attention import layer_kernels
+
+    monkeypatch.setattr(layer_kernels, "REDUCING_PROGRAMS", 6)
     torch.manual_seed(0)
-    qkv = torch.randn(7, 5, size, device=device).to(dtype)
+    x, weight = torch.randn(count, width, device=device).to(dtype), torch.randn(width, device=device).to(dtype)
+
+    def run(x, w):
+        out, each = layer_kernels.norm(x, w, 1e-5)
+        return out, (x, w, each)
+
+    def back(kept, grad):
+        return layer_kernels.norm_backward(*kept, grad.contiguous())
+
+    both(lambda x, w: Kernels.apply(run, back, x, w), lambda x, w: rms_norm(x, (width,), w, 1e-5), [x, weight], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, WIDE])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("heads", "key_heads", "size"), [(3, 1, 8), (4, 2, 40), (2, 2, 64), (14, 2, 64)])
+def test_heads_are_normed_and_rotated(device, dtype, normed, heads, key_heads, size, monkeypatch):
+    from arborl.learner.attention import layer_kernels
+
+    monkeypatch.setattr(layer_kernels, "REDUCING_PROGRAMS", 3)
+    torch.manual_seed(0)
+    qkv = torch.randn(7, heads + 2 * key_heads, size, device=device).to(dtype)
+    weights = [torch.randn(size, device=device).to(dtype) for _ in range(2)]
     angle = torch.randn(7, 1, size // 2, device=device)
     cos, sin = torch.cat([angle.cos()] * 2, -1).to(dtype), signed_sin(torch.cat([angle.sin()] * 2, -1)).to(dtype)
-    both(
-        lambda x: FUSED_OPS.turn(x[:, :3], cos, sin),
-        lambda x: rotate(x[:, :3], cos.double(), sin.double()),
-        [qkv],
-        dtype,
-    )
+
+    def run(qkv, *weights):
+        q, k = weights if weights else (None, None)
+        wider = torch.cat([qkv, qkv], 1)[:, : qkv.shape[1]]  # rows of a wider tensor
+        return layer_kernels.rotated_heads(wider, q, k, cos, sin, key_heads, 1e-6), (wider, q, k)
+
+    def back(kept, *grads):
+        to_qkv, to_weights = layer_kernels.rotated_heads_backward(*grads, *kept, cos, sin, 1e-6)
+        return to_qkv, *(to_weights if kept[1] is not None else ())
+
+    def plain(qkv, *weights):
+        norms = tuple(SimpleNamespace(weight=w, eps=1e-6) for w in weights) if weights else None
+        return rotated_heads(qkv, norms, key_heads, cos.double(), sin.double())
+
+    both(lambda *given: Kernels.apply(run, back, *given), plain, [qkv, *(weights if normed else [])], dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, WIDE])

@@ -13,7 +13,7 @@ from arborl.learner.attention.cpu_kernels import layers_library
 from arborl.learner.attention.fused_layers import FUSED_OPS, fused_head
 from arborl.learner.attention.path_selection import DENSE, ExecutionPath, PathSelector, sample_micro_batch
 from arborl.learner.core.tree_forward import _unfused_head, compute_outputs
-from arborl.models.fast_forward import gated_activation, norm, rotate
+from arborl.models.fast_forward import gated_activation, norm, rotated_heads
 from arborl.models.sampling import DistributionParams
 from arborl.types import Sampling
 
@@ -55,14 +55,21 @@ def test_norm_and_gate_equal_torchs(shape, threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("heads", "size"), [(1, 2), (3, 10), (12, 40)])
-def test_rotary_embedding_equals_torchs_also_for_a_view(heads, size):
+def test_heads_are_normed_and_rotated_as_by_torch(heads, size, normed):
     torch.manual_seed(0)
-    x, angle = torch.randn(77, heads + 2, size), torch.randn(77, 1, size)
+    qkv, angle, weights = torch.randn(77, heads + 4, size), torch.randn(77, 1, size), torch.randn(2, size)
     cos, sin = angle.cos(), angle.sin()
-    both_ways(
-        lambda x: FUSED_OPS.turn(x[:, :heads], cos, sin), lambda x: rotate(x[:, :heads], cos.double(), sin.double()), x
-    )
+
+    def run(function, cos, sin):
+        def heads_of(qkv, weights):
+            norms = tuple(SimpleNamespace(weight=one, eps=1e-5) for one in weights) if normed else None
+            return torch.cat(function(qkv, norms, 2, cos, sin), 1) + 0.0 * weights.sum()
+
+        return heads_of
+
+    both_ways(run(FUSED_OPS.heads, cos, sin), run(rotated_heads, cos.double(), sin.double()), qkv, weights)
 
 
 @pytest.mark.parametrize("vocabulary", [2, 17, 101, 2048])

@@ -27,6 +27,8 @@ LIMITS_ATTRIBUTE = "_limits"
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 CHECK_TOKENS = 40  # tokens of the comparison with the library
 
+HeadNorms = tuple[nn.Module, nn.Module]
+"""Norms of queries and keys."""
 RunLayers = Callable[[Sequence[Any], Tensor, Tensor, Tensor, AttentionFunction], Tensor]
 """Runs layers: their modules, the input, cosines and sines of the positions, and attention."""
 
@@ -36,7 +38,8 @@ _is_fast: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 class LayerFunctions(NamedTuple):
     """Replacements of a layer's operations between its matrix products."""
 
-    turn: Callable[[Tensor, Tensor, Tensor], Tensor]
+    heads: Callable[[Tensor, HeadNorms | None, int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    """As `rotated_heads`."""
     gated: Callable[[nn.Module, Tensor, Tensor], Tensor]
     norm: Callable[[nn.Module, Tensor], Tensor]
 
@@ -132,16 +135,11 @@ def run_layer(
     compiled in for every layer. Gate and up stay separate, because concatenating their gradients costs more than one
     product saves."""
     attention, mlp = layer.self_attn, layer.mlp
-    rotate_, gate, normed = (rotate, gated_activation, norm) if ops is None else ops
+    heads, gate, normed = (rotated_heads, gated_activation, norm) if ops is None else ops
     fused = getattr(attention, FUSED_ATTRIBUTE)
     qkv = fused(normed(layer.input_layernorm, x_NE)).unflatten(-1, (-1, attention.head_dim))
-    key_heads = qkv.shape[1] // (attention.num_key_value_groups + 2)
-    heads = qkv.shape[1] - 2 * key_heads
-    qk, v = qkv.split([heads + key_heads, key_heads], dim=1)
-    if hasattr(attention, "q_norm"):
-        q, k = qk.split([heads, key_heads], dim=1)
-        qk = torch.cat([normed(attention.q_norm, q), normed(attention.k_norm, k)], dim=1)
-    q, k = rotate_(qk, cos, sin).split([heads, key_heads], dim=1)
+    head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
+    q, k, v = heads(qkv, head_norms, qkv.shape[1] // (attention.num_key_value_groups + 2), cos, sin)
     attended = attend(0, q, k, v, attention.scaling, getattr(attention, LIMITS_ATTRIBUTE)).flatten(1)
     if rows is not None:
         x_NE, attended = x_NE.index_select(0, rows), attended.index_select(0, rows)
@@ -168,6 +166,26 @@ def epsilon(module: nn.Module) -> float:
 
 def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), signed_sin)
+
+
+def rotated_heads(
+    qkv_NJD: Tensor,
+    head_norms: HeadNorms | None,
+    key_heads: int,
+    cos: Tensor,
+    signed_sin: Tensor,
+    fused_norm: Callable[[nn.Module, Tensor], Tensor] | None = None,
+    fused_rotate: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys of a joined projection, after their norms (if any) and the rotary embedding; values. Norm and
+    rotation are torch's unless others are given."""
+    heads = qkv_NJD.shape[1] - 2 * key_heads
+    qk, v = qkv_NJD.split([heads + key_heads, key_heads], dim=1)
+    if head_norms is not None:
+        q, k = qk.split([heads, key_heads], dim=1)
+        qk = torch.cat([(fused_norm or norm)(*given) for given in zip(head_norms, (q, k), strict=True)], dim=1)
+    q, k = (fused_rotate or rotate)(qk, cos, signed_sin).split([heads, key_heads], dim=1)
+    return q, k, v
 
 
 def gated_activation(act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:

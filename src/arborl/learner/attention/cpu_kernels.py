@@ -1,7 +1,8 @@
 """Attention over trees (`tree_attention.c`) and fused layers (`update_layers.c`) on a CPU, in float32.
 
-The layer functions have the signatures of those in `layer_kernels.py`, plus an RMS norm. N tokens, H query heads, K key
-heads, J heads, D head size, E model size, F feed-forward size, M terms, V vocabulary.
+The layer functions have the signatures of those in `layer_kernels.py`, except that `rotate` rotates heads that have had
+their norms. N tokens, H query heads, K key heads, J heads, D head size, E model size, F feed-forward size, M terms, V
+vocabulary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The kernels of `layer_kernels.py`, and on a CPU those of `cpu_kernels.py`, as torch operations with gradients.
-
-The RMS norm is among them only on a CPU: torch has a fused one for GPUs.
-"""
+"""The kernels of `layer_kernels.py`, and on a CPU those of `cpu_kernels.py`, as torch operations with gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +12,14 @@ from transformers import PreTrainedModel
 
 from arborl.learner.attention import cpu_kernels
 from arborl.models.attention import raw_head_logits
-from arborl.models.fast_forward import LayerFunctions, epsilon, gated_activation, has_fast_forward, norm
+from arborl.models.fast_forward import (
+    HeadNorms,
+    LayerFunctions,
+    epsilon,
+    gated_activation,
+    has_fast_forward,
+    rotated_heads,
+)
 from arborl.models.sampling import DistributionParams
 
 SILU = ("SiLU", "SiLUActivation")
@@ -38,15 +42,37 @@ def _kernels(x: Tensor) -> Any:
 
 
 class _Rotate(Function):
+    """On a CPU; on a GPU `_RotatedHeads` rotates."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _kernels(x).rotate(x, cos, sin, back=False)
+        return cpu_kernels.rotate(x, cos, sin, back=False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         cos, sin = ctx.saved_tensors
-        return _kernels(cos).rotate(grads[0], cos, sin, back=True), None, None
+        return cpu_kernels.rotate(grads[0], cos, sin, back=True), None, None
+
+
+class _RotatedHeads(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
+        key_heads: int, epsilon: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        from arborl.learner.attention import layer_kernels
+
+        ctx.key_heads, ctx.epsilon = key_heads, epsilon
+        ctx.save_for_backward(None if q_weight is None else qkv, q_weight, k_weight, cos, sin)
+        return layer_kernels.rotated_heads(qkv, q_weight, k_weight, cos, sin, key_heads, epsilon)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        from arborl.learner.attention import layer_kernels
+
+        to_qkv, to_weights = layer_kernels.rotated_heads_backward(*grads, *ctx.saved_tensors, ctx.epsilon)
+        return to_qkv, *to_weights, None, None, None, None
 
 
 class _Gate(Function):
@@ -85,26 +111,39 @@ class _Norm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         rows = x.contiguous().view(-1, x.shape[-1])
-        out, each = cpu_kernels.norm(rows, weight, epsilon)
+        out, each = _kernels(x).norm(rows, weight, epsilon)
         ctx.save_for_backward(rows, weight, each)
         return out.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         rows, weight, each = ctx.saved_tensors
-        to_rows, to_weight = cpu_kernels.norm_backward(rows, weight, each, grads[0].contiguous())
+        to_rows, to_weight = _kernels(rows).norm_backward(rows, weight, each, grads[0].contiguous())
         return to_rows.view(grads[0].shape), to_weight, None
 
 
 def _fused_norm(module: nn.Module, x: Tensor) -> Tensor:
-    return _Norm.apply(x, module.weight, epsilon(module)) if x.device.type == "cpu" else norm(module, x)
+    out: Tensor = _Norm.apply(x, module.weight, epsilon(module))
+    return out
+
+
+def _fused_heads(
+    qkv: Tensor, head_norms: HeadNorms | None, key_heads: int, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    if qkv.device.type == "cpu":
+        return rotated_heads(qkv, head_norms, key_heads, cos, sin, _fused_norm, _Rotate.apply)
+    weights, eps = (None, None), 0.0
+    if head_norms is not None:
+        weights, eps = tuple(norm.weight for norm in head_norms), epsilon(head_norms[0])  # type: ignore[assignment]
+    found: tuple[Tensor, Tensor, Tensor] = _RotatedHeads.apply(qkv, *weights, cos, sin, key_heads, eps)
+    return found
 
 
 def _fused_gate(act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
     return _Gate.apply(gate, up) if type(act).__name__ in SILU else gated_activation(act, gate, up)
 
 
-FUSED_OPS = LayerFunctions(_Rotate.apply, _fused_gate, _fused_norm)
+FUSED_OPS = LayerFunctions(_fused_heads, _fused_gate, _fused_norm)
 
 
 def fused_head(
