@@ -146,6 +146,8 @@ def main() -> int:
             case = dataclasses.replace(case, prompts=2, prompt=prompt, sampled=8, tried=tuple(args.tried or (16, 8)))
         sizes = {name: getattr(args, name) for name in ("prompts", "group", "prompt", "sampled")}
         case = dataclasses.replace(case, **{name: size for name, size in sizes.items() if size})
+        tried = sorted({min(size, case.episodes) for size in case.tried}, reverse=True)
+        case = dataclasses.replace(case, tried=tuple(tried))
         repeats, tokens = args.repeats or (2 if cuda else 3), args.micro_batch_tokens or (16384 if cuda else 4096)
         if args.side:
             timing, extra = measure(args.side, case, model_spec, repeats, tokens, args.vllm_python)

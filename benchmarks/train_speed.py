@@ -12,7 +12,8 @@ after the first step, which should be 0; `learner_compiled_after_first` counts g
 `steps_an_hour` starts with the second step; `first_step_s` is the time from the construction of the run to the end of
 its first step, including warm-up. With `--checkpoint FOLDER`, a checkpoint is written before the last step:
 `checkpoint_delay_s` is the delay of that step, `saving_step_s` its duration. `--late 0.3 --max-lag 1` measures
-asynchronous training with a slow environment.
+asynchronous training with a slow environment. `--profile` adds a step at the end, whose update is profiled:
+`update_profile` has its seconds, the seconds in which the GPU computed, and the kernels that took most of them.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ from arborl.trainer.trainer import Trainer
 from arborl.training_run.build import TOKENIZER_FILES, RunParts, build
 from arborl.training_run.object_names import name_objects
 from arborl.types import Completion, Episode, Message, Metrics, Sampling
+
+KERNELS = 30
+"""Kernels in `update_profile`."""
 
 
 @arborl.reward
@@ -134,6 +138,35 @@ class RunCounters:
         )
 
 
+class UpdateProfile:
+    """Profiles the update of one step of a learner."""
+
+    def __init__(self, learner: Any, step: int):
+        self.update, self.left = learner.update, step
+        self.row: dict[str, Any] | None = None
+        learner.update = self._count
+
+    def _count(self, *given: Any, **more: Any) -> Metrics:
+        self.left -= 1
+        if self.left:
+            found: Metrics = self.update(*given, **more)
+            return found
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            found = self.update(*given, **more)
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - began
+        kernels = sorted(profile.key_averages(), key=lambda one: -one.self_device_time_total)
+        milliseconds = [
+            {"ms": round(one.self_device_time_total / 1e3, 1), "count": one.count, "kernel": one.key[:100]}
+            for one in kernels[:KERNELS]
+        ]
+        busy = sum(one.self_device_time_total for one in kernels) / 1e6
+        self.row = {"seconds": round(seconds, 3), "gpu_seconds": round(busy, 3), "kernels": milliseconds}
+        return found
+
+
 class StepLog:
     """Tracker that stores the metrics and the end time of each step."""
 
@@ -187,7 +220,7 @@ def build_run(args: argparse.Namespace, folder: Path) -> RunParts:
         "model.dtype": "bfloat16" if args.device == "cuda" else "float32", "sampling.max_tokens": args.sampled,
         "rollout.tasks_per_step": args.tasks, "rollout.group_size": args.group, "rollout.max_turns": args.turns,
         "rollout.concurrency": episodes, "engine.max_requests": episodes, "engine.kv_tokens": episodes * args.context,
-        "sampling.max_context": args.context, "learner.lr": 1e-6, "trainer.steps": args.steps,
+        "sampling.max_context": args.context, "learner.lr": 1e-6, "trainer.steps": args.steps + args.profile,
     } | {key: yaml.safe_load(value) for key, _, value in (one.partition("=") for one in args.set)})  # fmt: skip
     load = arborl.training_run.build.load_policy
 
@@ -228,9 +261,11 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Tim
     model_dir = prepare_model_dir(args.model, args.device, args.outliers, folder / "model")
     parts = build_run(args, model_dir)
     counters = RunCounters(parts)
+    profile = UpdateProfile(parts.learner, args.steps + 1) if args.profile else None
     save = TimedCheckpoint(args.checkpoint, args.steps - 1, 1, {}, parts.save_tokenizer) if args.checkpoint else None
     log, first, (compiled, recorded, learned) = asyncio.run(train(parts, counters, save))
-    rows, later = log.rows, log.rows[1:]
+    rows, ends = log.rows[: args.steps], log.at[: args.steps]
+    later = rows[1:]
 
     def total(name: str) -> float:
         return sum(row[name] for row in later)
@@ -254,7 +289,7 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Tim
         "run_tok_s": round(run_speed, 1), "engine_tok_s": round(engine_speed, 1),
         "ratio": round(run_speed / engine_speed, 3),
         "run_ms_a_sampling_step": round(1e3 * total("time/rollout") / total("engine/steps"), 2),
-        "steps_an_hour": round(3600 * (len(rows) - 2) / (log.at[-1] - log.at[1])), "late": args.late,
+        "steps_an_hour": round(3600 * (len(rows) - 2) / (ends[-1] - ends[1])), "late": args.late,
         "max_lag": args.max_lag, "live": round(live, 1), "first_step_s": round(first, 2),
         "step_s": round(fmean(row["time/step"] for row in later), 3),
         "rollout_s": round(fmean(row["time/rollout"] for row in later), 3),
@@ -264,6 +299,7 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Tim
         "gap": round(fmean(logprob_diffs), 5) if logprob_diffs else None,
         "checkpoint_delay_s": save and save.blocked_seconds and round(save.blocked_seconds, 3),
         "saving_step_s": save and round(rows[-1]["time/step"], 3),
+        "update_profile": profile and profile.row,
         "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU",
         "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
     }  # fmt: skip
@@ -293,12 +329,15 @@ def main() -> int:
         "--checkpoint", type=Path, metavar="FOLDER", help="write a checkpoint there; 56 GB for a 4B model"
     )
     parser.add_argument("--set", nargs="*", default=[], metavar="a.b=c", help="other settings of the run")
+    parser.add_argument("--profile", action="store_true", help="profile the update of one more step; GPU only")
     parser.add_argument("--json", action="store_true", help="print only one JSON line")
     args = parser.parse_args()
     if args.steps < 3:
         parser.error(
             "--steps must be at least 3: the first is a warm-up step, and a checkpoint is written after the second"
         )
+    if args.profile and args.device != "cuda":
+        parser.error("--profile needs --device cuda")
     args.model = args.model or ("4b" if args.device == "cuda" else "tiny")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
