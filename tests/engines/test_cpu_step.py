@@ -177,11 +177,12 @@ def test_a_prompt_in_the_hands_of_several_threads_is_read_as_by_one(seedling, th
 
 MANY_THREADS = """
 import asyncio, torch
+from arborl.engines.local import LocalEngine, cpu_runner
 from arborl.engines.local.cpu_runner import CpuModelRunner
-from arborl.engines.local import LocalEngine
 from arborl.models.model_loading import load_model, resolve
 from arborl.types import Sampling
 
+cpu_runner.available_cores = lambda: 64  # more threads than cores
 model = load_model(resolve("seedling"), device="cpu")
 engines = [LocalEngine(model, 450), LocalEngine(model, 450)]
 assert all(isinstance(engine.runner, CpuModelRunner) for engine in engines)
@@ -204,6 +205,7 @@ def test_a_long_prompt_is_read_on_more_threads_than_cores_and_their_number_may_c
 
 
 def test_where_the_system_starts_no_more_threads_fewer_read_the_prompt(seedling, monkeypatch):
+    use_many_threads(monkeypatch)
     model, _ = seedling
     alone = converse(LocalEngine(model, 400), [{}], [333])
     start, started = threading.Thread.start, []

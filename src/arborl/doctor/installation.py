@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
 from platform import python_version
 
+from arborl.cores import available_cores
 from arborl.diagnosis.finding import Finding, run_checks
 
 TESTED = ((3, 11), (3, 12))
@@ -153,7 +154,7 @@ def sandbox() -> Finding:
 
 
 def processor() -> Finding:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     return Finding("cpu", "ok", f"{cores} core{'s' if cores > 1 else ''}")
 
 

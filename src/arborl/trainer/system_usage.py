@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from arborl.cores import available_cores
 from arborl.types import Metrics
 
 GIB = 2**30
@@ -41,7 +42,7 @@ class SystemUsage:
     def _cpu(self) -> Metrics:
         (wall, cpu), self._process = self._process, (time.perf_counter(), time.process_time())
         elapsed = max(self._process[0] - wall, 1e-9)
-        metrics = {"system/process_cpu": min((self._process[1] - cpu) / (elapsed * num_cores()), 1.0)}
+        metrics = {"system/process_cpu": min((self._process[1] - cpu) / (elapsed * available_cores()), 1.0)}
         before, self._machine = self._machine, _cpu_ticks(self.proc)
         if before is not None and self._machine is not None and (total := self._machine[1] - before[1]) > 0:
             metrics["system/machine_cpu"] = min(max((self._machine[0] - before[0]) / total, 0.0), 1.0)
@@ -58,14 +59,6 @@ class SystemUsage:
             self._gpu = GpuUtilization(str(torch.cuda.get_device_properties(device).uuid))
         share = self._gpu.mean()
         return metrics if share is None else metrics | {"system/gpu_utilization": share}
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        return os.cpu_count() or 1
 
 
 def _cpu_ticks(proc: Path) -> tuple[int, int] | None:

@@ -22,6 +22,7 @@ from arborl.config.config_base import Config, flatten, setting_paths, to_plain
 from arborl.config.load_config import format_override, load
 from arborl.config.run_config import RunConfig
 from arborl.config.secrets import mask_secrets
+from arborl.cores import available_cores
 from arborl.errors import ConfigError, RunStopped, did_you_mean
 from arborl.models.model_files import resolve
 from arborl.training_run.build import check, count_steps
@@ -221,9 +222,8 @@ def _value(config: RunConfig, key: str) -> Any:
 
 def _threads(jobs: int) -> int:
     """The machine's cores divided by the jobs, at most OMP_NUM_THREADS."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     allowed = os.environ.get("OMP_NUM_THREADS", "")
-    share = max(1, cores // jobs)
+    share = max(1, available_cores() // jobs)
     return min(share, int(allowed)) if allowed.isdecimal() and int(allowed) else share
 
 

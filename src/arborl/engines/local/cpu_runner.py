@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from arborl.cores import available_cores
 from arborl.engines.local.fused_forward import FusedForward, Product
 from arborl.engines.local.kv_cache import host_memory
 from arborl.engines.local.model_runner import CacheStorage, FinishedOutput, ModelStep, StepOutput
@@ -262,10 +263,11 @@ class CpuModelRunner:
     def _partition(self, ends: NDArray[np.int64], columns_shared: bool) -> NDArray[np.int64]:
         """Where the tokens of each thread begin and end: at ends of sequences where that keeps the balance."""
         tokens = int(ends[-1])
-        if columns_shared:  # by at most as many threads as cores, because they wait for each other often
-            most = min(available_cores(), self.weight_bytes // COLUMN_BYTES_PER_THREAD)
+        if columns_shared:
+            most = self.weight_bytes // COLUMN_BYTES_PER_THREAD
         else:
             most = min(tokens // TOKENS_PER_THREAD, tokens * self.weight_bytes // WORK_PER_THREAD)
+        most = min(most, available_cores())  # the threads wait for each other
         parts = self.threads.start(max(1, min(torch.get_num_threads(), most)))
         cuts = np.arange(parts + 1) * tokens // parts
         candidates = np.concatenate([[0], ends])
@@ -349,11 +351,6 @@ class CpuModelRunner:
         weight = weight.detach().contiguous()
         self.library.pack(weight.data_ptr(), self.packed[name].ctypes.data, outs, depth)
         return self.packed[name].ctypes.data
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _pointers(rows: NDArray[np.int64], values: NDArray[Any], count: int) -> NDArray[np.int64]:

@@ -22,6 +22,16 @@
 #define QUERIES 8 /* queries of one sequence and key head that attention computes together */
 #define BLOCK 48  /* tokens that a thread computes together, so that their activations stay in the cache */
 #define RUN (16 * W) /* probabilities that are summed before the search for the sampled token looks at single ones */
+#if defined(__x86_64__) || defined(__i386__)
+#define spin_hint() __builtin_ia32_pause()
+#define SPINS 20000
+#elif defined(__aarch64__)
+#define spin_hint() __asm__ __volatile__("isb")
+#define SPINS 20000
+#else
+#define spin_hint()
+#define SPINS 100000
+#endif
 #define UNITS 4 /* parts per thread that a product is divided into, so that a delayed thread computes fewer */
 
 typedef struct {
@@ -312,7 +322,8 @@ int64_t shared_floats(const Step *s) {
     return larger(s->tokens, BLOCK) * each + BLOCK * up(s->vocabulary, PANEL);
 }
 
-/* Wait for all threads. A thread that waits for long yields the processor: others may not have started. */
+/* Wait for all threads. A thread yields the processor only after about a millisecond: others may not have started, but where another
+   process wants this core, yielding costs the rest of a time slice. */
 static void barrier(Step *s) {
     const int round = atomic_load(&s->round);
     if (atomic_fetch_add(&s->arrived, 1) == s->parts - 1) {
@@ -321,8 +332,10 @@ static void barrier(Step *s) {
         atomic_fetch_add(&s->round, 1);
         return;
     }
-    for (int tries = 0; atomic_load(&s->round) == round; tries++)
-        if (tries > 2000) sched_yield();
+    for (int tries = 0; atomic_load(&s->round) == round; tries++) {
+        spin_hint();
+        if (tries > SPINS) sched_yield();
+    }
 }
 
 /* By columns: `product` by all threads, which wait for the result. Each takes units of some panels and rows until none is left. */

@@ -71,7 +71,11 @@ class _RotatedHeads(Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         from arborl.learner.attention import layer_kernels
 
-        to_qkv, to_weights = layer_kernels.rotated_heads_backward(*grads, *ctx.saved_tensors, ctx.epsilon)
+        to_q, to_k, to_v = grads
+        qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
+        to_qkv, to_weights = layer_kernels.rotated_heads_backward(
+            to_q, to_k, to_v, qkv, q_weight, k_weight, cos, sin, ctx.epsilon
+        )
         return to_qkv, *to_weights, None, None, None, None
 
 
