@@ -282,6 +282,16 @@ def test_benchmarks_report_trained_weights_as_real(script):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="step.py needs trl")
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
+def test_a_step_is_measured_by_number_of_cores():
+    rows = run_benchmark("cpu_cores.py", "--cores", "1", "2", "--repeats", "1")
+    assert [row["cores"] for row in rows] == [1, 2]
+    assert rows[0]["step_speedup"] == 1
+    assert all(row["sampling_s"] > 0 and row["update_s"] > 0 for row in rows)
+
+
+@pytest.mark.slow
 def test_http_clients_are_measured_on_the_same_requests():
     rows = run_benchmark("http_client.py", "--calls", "40", "--concurrency", "4", "--repeats", "1")
     assert [row["client"] for row in rows] == ["arborl", "httpx", "aiohttp"]

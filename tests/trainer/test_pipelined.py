@@ -205,6 +205,27 @@ def test_tokens_sampled_during_an_update_are_counted_in_the_next_step():
     assert sum(sampled) >= sum(trained)
 
 
+def test_with_lag_the_speed_of_sampling_counts_the_time_of_updates_too():
+    """The wait for a batch that is already there is no time to divide its tokens by."""
+    parts = build(load(None, [*SMALL, "trainer.steps=4", "rollout.max_lag=1"]))
+    update, rows = parts.learner.update, []
+
+    def slow_update(*given, **more):
+        time.sleep(0.5)
+        return update(*given, **more)
+
+    class Rows:
+        async def after(self, trainer, groups, metrics):
+            rows.append(metrics)
+
+    parts.learner.update = slow_update
+    began = time.perf_counter()
+    asyncio.run(make_trainer(parts, hooks=[Rows()]).fit())
+    elapsed = time.perf_counter() - began
+    counted = sum(row["engine/sampled"] / row["rollout/sampled_per_second"] for row in rows if row["engine/sampled"])
+    assert 1.4 <= counted <= elapsed  # three of the four updates lie between two counts
+
+
 @pytest.mark.parametrize("more", [[], ["model.lora.rank=2"]], ids=["all weights", "adapters"])
 def test_tokens_sampled_during_an_update_carry_the_right_policy_version(more):
     parts = build(load(None, [*SMALL, *more, "trainer.steps=3", "rollout.max_lag=1"]))

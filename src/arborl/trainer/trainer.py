@@ -182,6 +182,8 @@ class Trainer:
         """Of the last step."""
         self.train_seconds = 0.0
         self.idle_since = time.perf_counter()
+        self.counting_since = self.idle_since
+        """Start of the counters of the engine."""
         self.usage = SystemUsage()
 
     async def fit(self) -> None:
@@ -310,13 +312,18 @@ class Trainer:
         if self.pipeline.slots:
             return {}
         self.rewards.busy_time.busy()
+        self.counting_since = time.perf_counter()
         return {name: value for name, value in self.engine.metrics().items() if name in LOST_ENGINE_METRICS}
 
     def _sampling_metrics(self, timer: StageTimer, losses: Metrics) -> Metrics:
         """Counters of engine, rollout and rewards, including samples for later steps."""
         metrics = self.engine.metrics() | self.rollout.metrics() | self.rewards.metrics()
         metrics |= {name: metrics.get(name, 0.0) + value for name, value in losses.items()}
-        rate = metrics.get("engine/sampled", 0.0) / max(timer.seconds["time/rollout"], 1e-9)
+        seconds, now = timer.seconds["time/rollout"], time.perf_counter()
+        if self.config.rollout.max_lag:  # `time/rollout` is only the wait: sampling went on during the last update
+            seconds = now - self.counting_since
+        self.counting_since = now
+        rate = metrics.get("engine/sampled", 0.0) / max(seconds, 1e-9)
         return metrics | {"rollout/sampled_per_second": rate}
 
     async def _report(self, groups: Sequence[Group], metrics: Metrics, timer: StageTimer) -> None:
