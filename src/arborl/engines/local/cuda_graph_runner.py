@@ -53,8 +53,8 @@ PRODUCT_PARTS, SPLIT_ROWS = 2, 256
 
 
 def can_split(x: Tensor, weight: Tensor) -> bool:
-    """Whether a product is computed in parts: in 16 bits, for few rows, with parts that rows of 16 bytes divide."""
-    return x.dtype != torch.float32 and len(x) <= SPLIT_ROWS and weight.shape[1] % (8 * PRODUCT_PARTS) == 0
+    """Whether a product is computed in parts: in 16 bits, for few rows, if its parts begin at multiples of 16 bytes."""
+    return x.element_size() == 2 and len(x) <= SPLIT_ROWS and weight.shape[1] % (8 * PRODUCT_PARTS) == 0
 
 
 class TritonLayerOps(ABC):
