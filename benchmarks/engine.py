@@ -42,6 +42,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from itertools import count, pairwise
@@ -52,6 +53,7 @@ import numpy as np
 import torch
 import transformers
 from benchmark_models import SHAPES, VLLM_PYTHON, add_random_adapters, freeze_garbage_collector, load, weights_kind
+from gpu_profile import GpuProfile
 from texts import Texts, make_texts
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -60,6 +62,7 @@ from arborl.engines.local import LocalEngine
 from arborl.engines.local.kv_cache import token_bytes
 from arborl.models.model_files import resolve
 from arborl.models.model_loading import tune_cpu
+from arborl.tokens import Tokens
 from arborl.types import Sampling
 
 VllmWork = dict[str, Any]
@@ -137,18 +140,20 @@ def run_engine(
     rng = np.random.default_rng(seed)
     sampled, observed = case.lengths(seed)
 
-    async def converse(number: int, context: list[int]) -> None:
+    async def converse(number: int, context: Tokens) -> None:
         observation_rng = np.random.default_rng((seed, number))
         for turn in range(case.turns):
             sampling = Sampling(int(sampled[number, turn]), seed=(seed * 1000 + number) * 100 + turn)
             output = await engine.generate(context, sampling, session=str(number))
             finished[turn] = time.perf_counter() - began
-            context += [*output.tokens, *texts.observation(int(observed[number, turn]), observation_rng)]
+            context += output.tokens
+            context += texts.observation(int(observed[number, turn]), observation_rng)
 
     async def run_all() -> None:
         await engine.load({}, seed)
         others = [] if start_others is None else await start_others()
-        await asyncio.gather(*(converse(i, c) for i, c in enumerate(first_prompts(case, texts, rng))))
+        prompts = map(Tokens, first_prompts(case, texts, rng))  # as the recorder of an episode gives them
+        await asyncio.gather(*(converse(i, c) for i, c in enumerate(prompts)))
         for other in others:
             other.cancel()
         await asyncio.gather(*others, return_exceptions=True)
@@ -295,11 +300,17 @@ def best_speed(run: Callable[[int], Any], case: Case, repeats: int, cuda: bool) 
     return max(speeds)
 
 
-def engine_speed(model: PreTrainedModel, texts: Texts, case: Case, repeats: int) -> tuple[float, list[float]]:
-    """Tokens per second of the local engine, and the seconds of each turn in one further run."""
+def engine_speed(
+    model: PreTrainedModel, texts: Texts, case: Case, repeats: int, profile: AbstractContextManager[Any] | None = None
+) -> tuple[float, list[float]]:
+    """Tokens per second of the local engine, and the seconds of each turn in one further run; with `profile` another
+    run inside it."""
     tune_cpu()
     engine = LocalEngine(model, case.length + 1, case.conversations, case.conversations * (case.length + 64))
     speed = best_speed(lambda seed: run_engine(engine, texts, case, seed), case, repeats, model.device.type == "cuda")
+    if profile is not None:
+        with profile:
+            run_engine(engine, texts, case, 98)
     return speed, run_engine(engine, texts, case, 99) if case.turns > 1 else []
 
 
@@ -331,7 +342,8 @@ def measure(model: PreTrainedModel, adapted: PreTrainedModel | None, case: Case,
         baseline_name, baseline = vllm_speed(model, texts, case, args)
     elif not args.without_baseline:
         baseline = generate_speed(model, texts, case, args.repeats)
-    speed, turns = engine_speed(model, texts, case, args.repeats)
+    profile = GpuProfile() if args.profile else None
+    speed, turns = engine_speed(model, texts, case, args.repeats, profile)
     seconds = case.conversations * case.turns * case.sampled / speed
     cuda = args.device == "cuda"
     row = {
@@ -344,6 +356,8 @@ def measure(model: PreTrainedModel, adapted: PreTrainedModel | None, case: Case,
         "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU",
         "threads": torch.get_num_threads(), "torch": torch.__version__, "transformers": transformers.__version__,
     }  # fmt: skip
+    if profile is not None:
+        row["profile"] = profile.row
     if turns:
         row["turn_seconds"] = [round(turn, 4) for turn in turns]
     if adapted is not None:
@@ -394,8 +408,11 @@ def main() -> int:
     parser.add_argument("--beside", choices=["generate", "vllm"], default="generate", help="what to compare with")
     parser.add_argument("--vllm-python", default=str(VLLM_PYTHON), help="interpreter that has vLLM")
     parser.add_argument("--vllm-args", default="{}", metavar="JSON", help="further arguments of vLLM's AsyncEngineArgs")
+    parser.add_argument("--profile", action="store_true", help="add a run whose GPU kernels are listed in `profile`")
     parser.add_argument("--json", action="store_true", help="print only one JSON line per case")
     args = parser.parse_args()
+    if args.profile and args.device != "cuda":
+        parser.error("--profile needs --device cuda")
     args.model = args.model or ("seedling" if args.device == "cpu" else "0.5b")
     transformers.logging.set_verbosity_error()
     model = load(args.model, args.device, args.dtype and getattr(torch, args.dtype), args.outliers)

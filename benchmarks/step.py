@@ -22,7 +22,9 @@ the latter includes sending the weights.
 
 Each system runs in its own process; process settings of Arbor are not applied to TRL. Both have one warm-up step; the
 best of `--repeats` is reported. `first_step_s` is the time of the warm-up step, including compilation and recording of
-CUDA graphs by Arbor's engine; `peak_gib` is the peak memory, of the GPU if there is one. Needs `trl` and `datasets`.
+CUDA graphs by Arbor's engine; `peak_gib` is the peak memory, of the GPU if there is one. `--profile` adds a step of
+Arbor on a GPU at the end: `rollout_profile` and `update_profile` list its kernels and the moments at which the GPU
+computes nothing. Needs `trl` and `datasets`.
 """
 
 from __future__ import annotations
@@ -55,11 +57,13 @@ LIBRARY_DEFAULTS = {"MIMALLOC_PURGE_DELAY": "10", "GOMP_SPINCOUNT": "300000"}
 
 
 def measure(
-    side: str, case: Case, model_spec: ModelSpec, repeats: int, micro_batch: int, vllm_python: str
+    side: str, case: Case, model_spec: ModelSpec, repeats: int, micro_batch: int, vllm_python: str, profiled: bool
 ) -> tuple[Timing, dict[str, Any]]:
     if side == "trl":
         return measure_trl(case, model_spec, repeats)
-    return measure_ours(case, model_spec, repeats, micro_batch, vllm_python if side == "vllm" else "")
+    if side == "vllm":
+        return measure_ours(case, model_spec, repeats, micro_batch, vllm_python)
+    return measure_ours(case, model_spec, repeats, micro_batch, profiled=profiled)
 
 
 def measure_in_process(side: str, case: Case) -> tuple[Timing, dict[str, Any]]:
@@ -125,9 +129,12 @@ def main() -> int:
     )
     parser.add_argument("--beside", choices=["trl", "vllm"], default="trl", help="what to compare with")
     parser.add_argument("--vllm-python", default=str(VLLM_PYTHON), help="interpreter that has vLLM")
+    parser.add_argument("--profile", action="store_true", help="add a step of Arbor whose GPU kernels are listed")
     parser.add_argument("--json", action="store_true", help="print only one JSON line per case")
     parser.add_argument("--side", choices=["ours", "trl", "vllm"], help=argparse.SUPPRESS)  # measures one system
     args = parser.parse_args()
+    if args.profile and args.device != "cuda":
+        parser.error("--profile needs --device cuda")
     cases = [case for case in CASES if case.device == args.device and args.case in (None, case.name)]
     if not cases:
         parser.error(f"--case {args.case} is not available with --device {args.device}")
@@ -150,7 +157,7 @@ def main() -> int:
         case = dataclasses.replace(case, tried=tuple(tried))
         repeats, tokens = args.repeats or (2 if cuda else 3), args.micro_batch_tokens or (16384 if cuda else 4096)
         if args.side:
-            timing, extra = measure(args.side, case, model_spec, repeats, tokens, args.vllm_python)
+            timing, extra = measure(args.side, case, model_spec, repeats, tokens, args.vllm_python, args.profile)
             print(json.dumps([dataclasses.asdict(timing), extra]))
             continue
         row = compare(case, model_spec, tokens, args.beside)

@@ -6,10 +6,13 @@ import asyncio
 import dataclasses
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import transformers as hf
+from gpu_profile import GpuProfile
 from step_work import (
     LEARNING_RATE,
     MOVE,
@@ -38,6 +41,7 @@ from arborl.models.model_loading import tune_cpu
 from arborl.rollout.recorder import EpisodeLimits
 from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.rollout.token_trees import build_token_trees
+from arborl.tokens import Tokens
 from arborl.types import Call, Episode, Group, Sampling, Task
 
 
@@ -77,10 +81,15 @@ class ArborSteps:
         with tempfile.TemporaryDirectory() as folder:
             self.renderer = Renderer.from_folder(model_spec.tokenizer_folder(Path(folder)))
 
-    async def step(self, number: int) -> Timing:
-        """One step: rollout, rewards, advantages, update, weights to the engine."""
+    async def step(
+        self, number: int, around: Callable[[str], AbstractContextManager[Any]] = lambda part: nullcontext()
+    ) -> Timing:
+        """One step: rollout, rewards, advantages, update, weights to the engine. The parts `rollout` and `update` run
+        inside the context managers of `around`."""
         began = time.perf_counter()
-        groups = await (self._collect_multi_turn(number) if self.case.turns > 1 else self._collect_single_turn(number))
+        with around("rollout"):
+            collect = self._collect_multi_turn if self.case.turns > 1 else self._collect_single_turn
+            groups = await collect(number)
         rollout = time.perf_counter() - began
         for group in groups:
             for episode in group.episodes:
@@ -88,7 +97,8 @@ class ArborSteps:
         kept = self.algorithm.keep(groups)
         forest = build_token_trees(kept)
         terms = self.learner.score_terms(forest.trees, forest.terms, self.algorithm.needs)
-        self.learner.update(forest.trees, self.algorithm.credit(kept, terms), self.algorithm)
+        with around("update"):
+            self.learner.update(forest.trees, self.algorithm.credit(kept, terms), self.algorithm)
         await self.engine.load(self.learner.weights(), number + 1)
         synchronize(self.model)
         seconds = time.perf_counter() - began
@@ -104,17 +114,17 @@ class ArborSteps:
         )
 
     async def _collect_single_turn(self, step: int) -> list[Group]:
-        async def episode(task: Task, prompt: list[int], number: int) -> Episode:
+        async def episode(task: Task, prompt: Tokens, number: int) -> Episode:
             sampling = dataclasses.replace(self.sampling, seed=1000 * step + number)
             completion = await self.engine.generate(prompt, sampling, session=str(number))
-            return Episode(str(number), task, calls=[Call(tuple(prompt), completion, 0)])
+            return Episode(str(number), task, calls=[Call(prompt, completion, 0)])
 
-        async def group(number: int, prompt: list[int]) -> Group:
+        async def group(number: int, prompt: Tokens) -> Group:
             task, size = Task(str(number)), self.case.group
             numbers = range(size * number, size * number + size)
             return Group(task, list(await asyncio.gather(*(episode(task, prompt, n) for n in numbers))))
 
-        prompts = make_prompts(self.case, self.texts, step)
+        prompts = map(Tokens, make_prompts(self.case, self.texts, step))  # as the recorder of an episode gives them
         return list(await asyncio.gather(*(group(number, prompt) for number, prompt in enumerate(prompts))))
 
     async def _collect_multi_turn(self, step: int) -> list[Group]:
@@ -126,9 +136,15 @@ class ArborSteps:
 
 
 def measure_ours(
-    case: Case, model_spec: ModelSpec, repeats: int, micro_batch_tokens: int, vllm_python: str = ""
+    case: Case,
+    model_spec: ModelSpec,
+    repeats: int,
+    micro_batch_tokens: int,
+    vllm_python: str = "",
+    profiled: bool = False,
 ) -> tuple[Timing, dict[str, Any]]:
-    """Arbor with its own engine, or with vLLM in a process of the interpreter `vllm_python`."""
+    """Arbor with its own engine, or with vLLM in a process of the interpreter `vllm_python`. `profiled` adds a step
+    whose rollout and update are profiled."""
     tune_cpu()
     model = model_spec.load_with_adapters(case)
     began = time.perf_counter()
@@ -136,9 +152,13 @@ def measure_ours(
     setup_seconds = time.perf_counter() - began
     with asyncio.Runner() as runner:
         timings = [runner.run(steps.step(number)) for number in range(repeats + 1)]
+        profiles = {part: GpuProfile() for part in ("rollout", "update")} if profiled else {}
+        if profiled:
+            runner.run(steps.step(repeats + 1, profiles.__getitem__))
         runner.run(steps.engine.close())
     return fastest(timings), {
         "learned_share": round(steps.share, 3),
         "first_step_s": round(setup_seconds + timings[0].seconds, 2),
         "peak_gib": peak_gib(model.device.type),
+        **{f"{part}_profile": profile.row for part, profile in profiles.items()},
     }

@@ -43,6 +43,7 @@ import transformers
 import yaml
 from benchmark_models import SHAPES, forbid_tokens, freeze_garbage_collector, random_model, weights_kind
 from engine import Case, best_speed, run_engine
+from gpu_profile import GpuProfile
 from step_work import non_text_token_ids, peak_gib
 from texts import ChatText
 from transformers import PreTrainedModel
@@ -58,9 +59,6 @@ from arborl.trainer.trainer import Trainer
 from arborl.training_run.build import TOKENIZER_FILES, RunParts, build
 from arborl.training_run.object_names import name_objects
 from arborl.types import Completion, Episode, Message, Metrics, Sampling
-
-KERNELS = 30
-"""Kernels in `update_profile`."""
 
 
 @arborl.reward
@@ -151,19 +149,9 @@ class UpdateProfile:
         if self.left:
             found: Metrics = self.update(*given, **more)
             return found
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with GpuProfile() as profile:
             found = self.update(*given, **more)
-            torch.cuda.synchronize()
-            seconds = time.perf_counter() - began
-        kernels = sorted(profile.key_averages(), key=lambda one: -one.self_device_time_total)
-        milliseconds = [
-            {"ms": round(one.self_device_time_total / 1e3, 1), "count": one.count, "kernel": one.key[:100]}
-            for one in kernels[:KERNELS]
-        ]
-        busy = sum(one.self_device_time_total for one in kernels) / 1e6
-        self.row = {"seconds": round(seconds, 3), "gpu_seconds": round(busy, 3), "kernels": milliseconds}
+        self.row = profile.row
         return found
 
 

@@ -97,7 +97,7 @@ class Engine(ABC):
 def completion_versions(versions: Sequence[int], default: int) -> tuple[int, tuple[int, ...]]:
     """`version` and `versions` of a completion from the versions of its tokens; `default` without tokens."""
     last = int(versions[-1]) if len(versions) else default
-    return last, tuple(map(int, versions)) if any(one != last for one in versions) else ()
+    return last, () if versions.count(last) == len(versions) else tuple(map(int, versions))
 
 
 def default_cache_tokens(device: str, memory: int, token_bytes: int, context: int) -> int:
