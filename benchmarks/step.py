@@ -123,7 +123,11 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, help="default: set by the case")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank")
     parser.add_argument("--repeats", type=int, help="default: 3 on a CPU, 2 on a GPU")
-    parser.add_argument("--micro-batch-tokens", type=int, help="of Arbor; default: 4,096 on a CPU, 16,384 on a GPU")
+    parser.add_argument(
+        "--micro-batch-tokens",
+        type=int,
+        help="of Arbor; default: 4,096 on a CPU, 65,536 on a GPU, as a run chooses for small models",
+    )
     parser.add_argument(
         "--tried", type=int, nargs="*", help="sequences per micro-batch to try with TRL; default: set by the case"
     )
@@ -155,7 +159,7 @@ def main() -> int:
         case = dataclasses.replace(case, **{name: size for name, size in sizes.items() if size})
         tried = sorted({min(size, case.episodes) for size in case.tried}, reverse=True)
         case = dataclasses.replace(case, tried=tuple(tried))
-        repeats, tokens = args.repeats or (2 if cuda else 3), args.micro_batch_tokens or (16384 if cuda else 4096)
+        repeats, tokens = args.repeats or (2 if cuda else 3), args.micro_batch_tokens or (65536 if cuda else 4096)
         if args.side:
             timing, extra = measure(args.side, case, model_spec, repeats, tokens, args.vllm_python, args.profile)
             print(json.dumps([dataclasses.asdict(timing), extra]))

@@ -131,16 +131,6 @@ def test_scores_so_large_that_their_exponentials_overflow(device):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
 
 
-def test_the_operations_pass_torchs_opcheck(device):
-    batch = bush(4, trees=1, branches=2, stem=9, twig=9)
-    q, k, v = (x.detach().requires_grad_() for x in heads(batch, device, (2, 1, 16), torch.float32, False))
-    attend = TritonTreeAttention(batch, device)
-    attend.prepare([5], 16, torch.float32, SMALL)
-    given = (q, k, v, attend.plans[5], 0.3, 5, 2.0, attend.tiles)
-    kinds = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(torch.ops.arborl.tree_attend.default, given, test_utils=kinds)
-
-
 def test_a_model_is_trained_through_them_as_through_squares(device, tiny_llama, monkeypatch, caplog):
     model = copy.deepcopy(tiny_llama).float().to(device)
     whole = path_selection.sample_micro_batch

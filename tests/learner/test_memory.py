@@ -133,6 +133,30 @@ def test_with_enough_memory_nothing_is_recomputed_and_the_kv_cache_has_its_full_
     assert plan.fits
 
 
+@pytest.mark.parametrize(
+    ("limit", "kv_wanted", "tokens"),
+    [(118, 262_144, 65_536), (80, 262_144, 32_768), (50, 262_144, 16_384), (118, 4_000_000, 32_768), (40, 0, 16_384)],
+)
+def test_a_small_model_has_large_micro_batches_if_the_kv_cache_keeps_its_full_size(limit, kv_wanted, tokens):
+    sizes = ModelSizes(
+        weights=988_000_000, parameters=494_000_000, trained=494_000_000, coarse=494_000_000, largest=136_134_656,
+        item=2, layers=24, hidden=896, queries=896, keys=128, inner=4864, vocabulary=151_936,
+    )  # fmt: skip
+    plan = dataclasses.replace(planner(limit, sizes), kv_wanted=kv_wanted, kv_least=min(kv_wanted, 65_536)).plan()
+    assert (plan.tokens, plan.recompute, plan.kv_tokens) == (tokens, False, kv_wanted)
+    assert plan.fits
+
+
+@pytest.mark.parametrize("settings", [{"micro_batch_tokens": 16_384}, {"recompute": True}])
+def test_large_micro_batches_are_not_tried_beside_explicit_settings(settings):
+    assert planner(500).plan().tokens == 65_536
+    assert planner(500, **settings).plan().tokens == 16_384
+
+
+def test_the_logits_of_a_chunk_can_be_indexed_by_32_bits():
+    assert logit_rows(1_000 * GIB, 151_936, True) * 151_936 < 2**31
+
+
 @pytest.mark.parametrize("limit", [180, 140, 120, 110, 100, 90])
 @pytest.mark.parametrize("reference", [False, True])
 def test_a_plan_is_within_its_limit(limit, reference):
@@ -175,8 +199,8 @@ def test_what_does_not_fit_says_so_and_takes_the_least():
 
 
 def test_the_longest_branch_counts_though_micro_batches_are_shorter():
-    long = dataclasses.replace(planner(500), context=40_000)
-    assert long.plan().tokens == 16_384
+    long = dataclasses.replace(planner(300), context=40_000)
+    assert long.plan().tokens == 32_768
     assert long.forecast(2_048, False, 0) == long.forecast(16_384, False, 0)
 
 

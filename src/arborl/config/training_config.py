@@ -39,7 +39,7 @@ class LearnerConfig(Config):
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per epoch; a mini-batch consists of whole groups."""
     micro_batch_tokens: int = Field(0, ge=0)
-    """Tree tokens of a micro-batch; changes memory and speed, not the result. 0: 4,096 on a CPU; on a GPU up to 16,384
+    """Tree tokens of a micro-batch; changes memory and speed, not the result. 0: 4,096 on a CPU; on a GPU up to 65,536
     by the memory forecast, halved after an out-of-memory error."""
     max_samples_per_trajectory: int | None = Field(None, ge=1)
     """Maximum trained branches of an episode; their weights are scaled to represent all. Default: all branches.

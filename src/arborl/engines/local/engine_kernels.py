@@ -8,6 +8,7 @@ over chunks of logits in float64.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ NARROW_DECODE, NARROW_READ = AttentionTuning(32, 2, 5, "tf32"), AttentionTuning(
 TILE_QUERIES = 16
 
 
+@cache
 def next_power_of_2(n: int) -> int:
     return int(triton.next_power_of_2(n))
 
@@ -101,7 +103,7 @@ def gate(both: Tensor) -> Tensor:
     """SiLU of the first half of each row times the second half. The rows may be strided."""
     width = both.shape[1] // 2
     out = both.new_empty(len(both), width)
-    _gate[(len(both), triton.cdiv(width, 1024))](both, out, width, both.stride(0), BLOCK=1024)
+    _gate[(len(both), -(-width // 1024))](both, out, width, both.stride(0), BLOCK=1024)
     return out
 
 
@@ -383,7 +385,7 @@ def _input_tokens(tokens_in, last, tokens, N, BLOCK: tl.constexpr):
 def input_tokens(token_N: Tensor, last: Tensor) -> Tensor:
     """Input tokens of the host; -1 - i is replaced by the i-th token sampled last."""
     out = torch.empty(len(token_N), dtype=torch.int64, device=token_N.device)
-    _input_tokens[(triton.cdiv(len(token_N), 1024),)](token_N, last, out, len(token_N), BLOCK=1024)
+    _input_tokens[(-(-len(token_N) // 1024),)](token_N, last, out, len(token_N), BLOCK=1024)
     return out
 
 
@@ -436,7 +438,7 @@ def sample_logits(
     """A token per row, where the cumulative probability passes its uniform number, and its log-probability. A greedy
     row takes the likeliest token. Reads the logits once and one chunk again."""
     rows, vocabulary = logits_BV.shape
-    chunks = triton.cdiv(vocabulary, CHUNK)
+    chunks = -(-vocabulary // CHUNK)
     highest, sum_ = (logits_BV.new_empty(rows, chunks, dtype=torch.float32) for _ in range(2))
     likeliest = logits_BV.new_empty(rows, chunks, dtype=torch.int32)
     _chunk_sums[(rows, chunks)](logits_BV, temperature_B, highest, sum_, likeliest, vocabulary, chunks, BLOCK=CHUNK)

@@ -7,6 +7,9 @@ feed-forward size, M terms, V vocabulary. All numbers are computed in float32.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +20,7 @@ LOGIT_BLOCK = 4096  # logits per iteration
 REDUCING_PROGRAMS = 528  # programs of a kernel that also sums over rows: four per multiprocessor of a large GPU
 
 
+@cache
 def next_power(n: int) -> int:
     return int(triton.next_power_of_2(n))
 
@@ -71,8 +75,8 @@ def norm(x_NE: Tensor, weight_E: Tensor, epsilon: float) -> tuple[Tensor, Tensor
 
 def norm_backward(x_NE: Tensor, weight_E: Tensor, each_N: Tensor, grad_NE: Tensor) -> tuple[Tensor, Tensor]:
     count, width = x_NE.shape
-    rows, block = triton.cdiv(count, REDUCING_PROGRAMS), next_power(width)
-    programs = triton.cdiv(count, rows)
+    rows, block = -(-count // REDUCING_PROGRAMS), next_power(width)
+    programs = -(-count // rows)
     out, partial = torch.empty_like(x_NE), x_NE.new_empty(programs, width, dtype=torch.float32)
     _norm_backward[(programs,)](
         x_NE, weight_E, each_N, grad_NE, out, partial, count, width, rows, BLOCK=block, num_warps=_warps(block)
@@ -153,7 +157,8 @@ def _rotated_heads_backward(
         tl.store(partial + tl.program_id(0) * 2 * D + D + at, k_total, mask=at < D)
 
 
-def _head_sizes(heads: int, key_heads: int, size: int, normed: bool) -> dict[str, int | bool]:
+@cache
+def _head_sizes(heads: int, key_heads: int, size: int, normed: bool) -> Mapping[str, int | bool]:
     tile = next_power(heads + 2 * key_heads) * next_power(size)
     return {
         "H": heads, "K": key_heads, "D": size, "NORM": normed, "HEADS": next_power(heads + 2 * key_heads),
@@ -186,8 +191,8 @@ def rotated_heads_backward(
     """Gradients of the joined projection (needed for norms only) and of the norms' weights."""
     count, heads, size = to_q_NHD.shape
     key_heads = to_k_NKD.shape[1]
-    rows = triton.cdiv(count, REDUCING_PROGRAMS)
-    programs = triton.cdiv(count, rows)
+    rows = -(-count // REDUCING_PROGRAMS)
+    programs = -(-count // rows)
     out = to_q_NHD.new_empty(count, heads + 2 * key_heads, size)
     partial = to_q_NHD.new_empty(programs, 2, size, dtype=torch.float32)
     given = out if qkv_NJD is None else qkv_NJD
@@ -232,16 +237,14 @@ def gate(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
     """SiLU(gate) * up."""
     count, width = gate_NF.shape
     out = torch.empty_like(gate_NF)
-    _gate[(count, triton.cdiv(width, GATE_BLOCK))](gate_NF, up_NF, out, width, BLOCK=GATE_BLOCK)
+    _gate[(count, -(-width // GATE_BLOCK))](gate_NF, up_NF, out, width, BLOCK=GATE_BLOCK)
     return out
 
 
 def gate_backward(gate_NF: Tensor, up_NF: Tensor, grad_NF: Tensor) -> tuple[Tensor, Tensor]:
     count, width = gate_NF.shape
     to_gate, to_up = torch.empty_like(gate_NF), torch.empty_like(up_NF)
-    _gate_backward[(count, triton.cdiv(width, GATE_BLOCK))](
-        gate_NF, up_NF, grad_NF, to_gate, to_up, width, BLOCK=GATE_BLOCK
-    )
+    _gate_backward[(count, -(-width // GATE_BLOCK))](gate_NF, up_NF, grad_NF, to_gate, to_up, width, BLOCK=GATE_BLOCK)
     return to_gate, to_up
 
 
@@ -302,7 +305,7 @@ def token_logprobs_backward(
 ) -> Tensor:  # fmt: skip
     count, vocabulary = logit_MV.shape
     out = torch.empty_like(logit_MV)
-    _token_logprobs_backward[(count, triton.cdiv(vocabulary, LOGIT_BLOCK))](
+    _token_logprobs_backward[(count, -(-vocabulary // LOGIT_BLOCK))](
         logit_MV, token_M, temperature_M, entropy_M, lse_M, to_logprob_M,
         entropy_M if to_entropy_M is None else to_entropy_M, out, vocabulary,
         ENTROPY=to_entropy_M is not None, BLOCK=LOGIT_BLOCK, num_warps=8,

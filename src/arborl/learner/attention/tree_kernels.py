@@ -14,6 +14,9 @@ compile-time constant.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -245,7 +248,7 @@ def forward(
     out = torch.empty((count, heads, size), dtype=q_NHD.dtype, device=q_NHD.device)
     lse = torch.empty((heads, count), dtype=torch.float32, device=q_NHD.device)
     tile = tiles.forward
-    _forward[(triton.cdiv(count, tile.queries) * heads,)](
+    _forward[(-(-count // tile.queries) * heads,)](
         q_NHD, k_NKD, v_NKD, plan, out, lse, count, rows_at(count, tiles)[0], window, scale, cap,
         *_strides(q_NHD, k_NKD, v_NKD), **_compiled_in(q_NHD, k_NKD, window, cap, tile),
     )  # fmt: skip
@@ -260,31 +263,37 @@ def backward(
     key_heads = k_NKD.shape[1]
     dq, delta = torch.empty_like(out_NHD), torch.empty_like(lse_HN)
     rows, strides = rows_at(count, tiles), _strides(q_NHD, k_NKD, v_NKD, grad_NHD)
-    _backward_queries[(triton.cdiv(count, tiles.to_queries.queries) * heads,)](
+    _backward_queries[(-(-count // tiles.to_queries.queries) * heads,)](
         q_NHD, k_NKD, v_NKD, plan, out_NHD, grad_NHD, lse_HN, delta, dq, count, rows[1], window, scale, cap,
         *strides, **_compiled_in(q_NHD, k_NKD, window, cap, tiles.to_queries),
     )  # fmt: skip
-    blocks = triton.cdiv(count, tiles.to_keys.keys)
+    blocks = -(-count // tiles.to_keys.keys)
     parts, each = shares(blocks * key_heads, heads // key_heads)
-    dk, dv = torch.empty((2, parts, count, key_heads, size), dtype=q_NHD.dtype, device=q_NHD.device)
+    to_both = torch.empty((2, parts, count, key_heads, size), dtype=q_NHD.dtype, device=q_NHD.device)
     _backward_keys[(blocks * parts * key_heads,)](
-        q_NHD, k_NKD, v_NKD, plan, grad_NHD, lse_HN, delta, dk, dv, count, rows[2], window, parts, each, scale, cap,
+        q_NHD, k_NKD, v_NKD, plan, grad_NHD, lse_HN, delta, *to_both, count, rows[2], window, parts, each, scale, cap,
         *strides, **_compiled_in(q_NHD, k_NKD, window, cap, tiles.to_keys),
     )  # fmt: skip
-    if parts == 1:
-        return dq, dk[0], dv[0]
-    return dq, dk.sum(0), dv.sum(0)
+    dk, dv = to_both[:, 0] if parts == 1 else to_both.sum(1)
+    return dq, dk, dv
 
 
 def _strides(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:2]]
 
 
-def _compiled_in(q_NHD: Tensor, k_NKD: Tensor, window: int, cap: float, tile: Tile) -> dict[str, int | str | bool]:
+def _compiled_in(q_NHD: Tensor, k_NKD: Tensor, window: int, cap: float, tile: Tile) -> Mapping[str, int | str | bool]:
     _, heads, size = q_NHD.shape
     exact = q_NHD.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
+    return _constants(heads, k_NKD.shape[1], size, window > 0, cap > 0, exact, tile)
+
+
+@cache
+def _constants(
+    heads: int, key_heads: int, size: int, window: bool, cap: bool, exact: bool, tile: Tile
+) -> Mapping[str, int | str | bool]:
     return {
-        "H": heads, "G": heads // k_NKD.shape[1], "D": size, "SIZE": max(16, int(triton.next_power_of_2(size))),
-        "QUERIES": tile.queries, "KEYS": tile.keys, "WINDOW": window > 0, "CAP": cap > 0,
+        "H": heads, "G": heads // key_heads, "D": size, "SIZE": max(16, int(triton.next_power_of_2(size))),
+        "QUERIES": tile.queries, "KEYS": tile.keys, "WINDOW": window, "CAP": cap,
         "PRECISION": "ieee" if exact else "tf32", "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip

@@ -16,8 +16,13 @@ GIB = 2**30
 OFFLOAD_CHUNK = 2**28  # offloaded master weights that are on the device at once: 3 GiB with their moments
 BYTES_PER_LOGIT = 64
 """On a GPU, one logit per this many bytes of its memory: in bfloat16 1/32 of it, and as much for gradients."""
+MAX_LOGITS = 2**31 - 1  # in one tensor, whose numbers 32 bits can index
 UNFUSED_HEAD_FACTOR = 4  # an unfused head takes this many times as many bytes per logit, so its chunks are smaller
-MICRO_BATCH_SIZES = (16_384, 8_192, 4_096, 2_048)  # tokens per micro-batch that are tried on a GPU, fastest first
+LARGE_MICRO_BATCH_SIZES = (65_536, 32_768)
+"""Tokens per micro-batch that are tried first on a GPU, if they leave the KV cache its full size. The host launches the
+kernels of a micro-batch in a time that does not depend on its size: with a small model that is the time of an update,
+and a large one does not fit."""
+MICRO_BATCH_SIZES = (16_384, 8_192, 4_096, 2_048)  # then these, fastest first
 MIN_CACHED_SEQUENCES = 64
 """With fewer sequences of full length in the engine's KV cache, sampling loses more time than the learner would with
 smaller micro-batches or gradient checkpointing."""
@@ -88,7 +93,8 @@ def uses_fused_layers(sizes: ModelSizes, config: LearnerConfig, cuda: bool) -> b
 
 
 def logit_rows(memory: int, vocabulary: int, uses_fused_layers: bool) -> int:
-    return max(1, memory // BYTES_PER_LOGIT // (1 if uses_fused_layers else UNFUSED_HEAD_FACTOR) // vocabulary)
+    logits = min(memory // BYTES_PER_LOGIT, MAX_LOGITS)
+    return max(1, logits // (1 if uses_fused_layers else UNFUSED_HEAD_FACTOR) // vocabulary)
 
 
 def learner_sizes(sizes: ModelSizes, sharded: bool) -> ModelSizes:
@@ -207,9 +213,14 @@ class MemoryPlanner:
         )
 
     def plan(self) -> MemoryPlan:
-        """The first settings that fit with `kv_least` tokens in the KV cache; otherwise the smallest, with the rest for
-        the cache. Freeing the cache during updates costs a fraction of a second per step, less than gradient
-        checkpointing."""
+        """The first settings that fit with `kv_least` tokens in the KV cache, large micro-batches with `kv_wanted`;
+        otherwise the smallest, with the rest for the cache. Freeing the cache during updates costs a fraction of a
+        second per step, less than gradient checkpointing."""
+        if not self.config.micro_batch_tokens and self.config.recompute is not True:
+            for tokens in LARGE_MICRO_BATCH_SIZES:
+                plan = self._with(tokens, False, self.kv_wanted, False)
+                if plan.fits:
+                    return plan
         candidates, lending = list(self._candidates()), (False, True) if self.can_free_kv else (False,)
         for tokens, recompute in candidates:
             for kv_freed in lending:
