@@ -15,12 +15,15 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
+import os
 import platform
 import pstats
 import statistics
 import time
 from contextlib import nullcontext
 from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)  # kernels are compiled here, also in tests
 
 import arborl  # imported before torch, as in a training run
 
