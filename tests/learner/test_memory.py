@@ -25,6 +25,7 @@ from arborl.learner.core.memory_forecast import (
     logit_rows,
 )
 from arborl.learner.core.memory_plan import describe_plan, model_sizes, plan_memory, plan_warning
+from arborl.learner.core.tree_forward import MicroBatcher
 from arborl.models.attention import ATTENTION_NAME
 from arborl.models.lora import add_lora
 from arborl.models.model_loading import load_model, resolve
@@ -147,10 +148,22 @@ def test_a_small_model_has_large_micro_batches_if_the_kv_cache_keeps_its_full_si
     assert plan.fits
 
 
-@pytest.mark.parametrize("settings", [{"micro_batch_tokens": 16_384}, {"recompute": True}])
-def test_large_micro_batches_are_not_tried_beside_explicit_settings(settings):
+@pytest.mark.parametrize("settings", [{"micro_batch_tokens": 16_384}, {"recompute": True}, {"attention": "blocks"}])
+def test_large_micro_batches_are_tried_only_by_default_and_with_fused_layers(settings):
     assert planner(500).plan().tokens == 65_536
     assert planner(500, **settings).plan().tokens == 16_384
+    assert planner(500, sizes=learner_sizes(FOUR, sharded=True)).plan().tokens == 16_384
+
+
+def test_micro_batches_whose_attention_keeps_squares_stay_small():
+    forest, terms = batch_of(random_groups(3, groups=8), Fake())
+    batcher = MicroBatcher(model_of("llama"), LearnerConfig(micro_batch_tokens=65_536))
+    large = batcher.split(forest.trees, terms)
+    assert len(large) == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("arborl.learner.core.tree_forward.MAX_SQUARE_TOKENS", len(large[0]) // 2)
+        assert len(batcher.split(forest.trees, terms, square=True)) > 1
+        assert len(batcher.split(forest.trees, terms)) == 1
 
 
 def test_the_logits_of_a_chunk_can_be_indexed_by_32_bits():

@@ -19,9 +19,9 @@ BYTES_PER_LOGIT = 64
 MAX_LOGITS = 2**31 - 1  # in one tensor, whose numbers 32 bits can index
 UNFUSED_HEAD_FACTOR = 4  # an unfused head takes this many times as many bytes per logit, so its chunks are smaller
 LARGE_MICRO_BATCH_SIZES = (65_536, 32_768)
-"""Tokens per micro-batch that are tried first on a GPU, if they leave the KV cache its full size. The host launches the
-kernels of a micro-batch in a time that does not depend on its size: with a small model that is the time of an update,
-and a large one does not fit."""
+"""Tokens per micro-batch that are tried first on a GPU with fused layers, if they leave the KV cache its full size. The
+host launches the kernels of a micro-batch in a time that does not depend on its size: with a small model that is the
+time of an update, and a large one does not fit."""
 MICRO_BATCH_SIZES = (16_384, 8_192, 4_096, 2_048)  # then these, fastest first
 MIN_CACHED_SEQUENCES = 64
 """With fewer sequences of full length in the engine's KV cache, sampling loses more time than the learner would with
@@ -216,7 +216,7 @@ class MemoryPlanner:
         """The first settings that fit with `kv_least` tokens in the KV cache, large micro-batches with `kv_wanted`;
         otherwise the smallest, with the rest for the cache. Freeing the cache during updates costs a fraction of a
         second per step, less than gradient checkpointing."""
-        if not self.config.micro_batch_tokens and self.config.recompute is not True:
+        if self.uses_fused_layers and not self.config.micro_batch_tokens and self.config.recompute is not True:
             for tokens in LARGE_MICRO_BATCH_SIZES:
                 plan = self._with(tokens, False, self.kv_wanted, False)
                 if plan.fits:

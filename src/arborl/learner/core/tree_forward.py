@@ -48,6 +48,9 @@ log = logging.getLogger(__name__)
 
 MAX_CPU_LOGITS = 2**26  # logits in memory at once on a CPU: 256 MiB in float32
 MAX_CPU_ROWS = 4096
+MAX_SQUARE_TOKENS = (
+    16_384  # of a micro-batch whose attention keeps a square per tree, which the forecast does not count
+)
 
 
 def compute_outputs(
@@ -246,7 +249,8 @@ class MicroBatcher:
             as_rows = lambda tree: True  # noqa: E731
         elif self.attention == "auto" and not merge and not self.cuda:  # on a GPU a row costs as much as a tree
             as_rows = lambda tree: rows_are_cheaper(tree, self.costs)  # noqa: E731
-        batches = split(trees, terms, self.budget, as_rows, merge)
+        budget = min(self.budget, MAX_SQUARE_TOKENS) if square else self.budget
+        batches = split(trees, terms, budget, as_rows, merge)
         if self.lockstep.is_distributed:
             batches += [padding_micro_batch()] * (max(self.lockstep.all_gather(len(batches))) - len(batches))
         return batches
