@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from pydantic import ValidationError
 
 from arborl.config.config_base import dump_yaml, section_model, setting_paths, validate
 from arborl.config.load_config import load
+from arborl.config.other_frameworks import SETTING_OF
 from arborl.config.run_config import RunConfig
 from arborl.errors import ConfigError
 
@@ -104,6 +106,8 @@ def test_a_bare_string_is_short_for_a_sections_name_or_path() -> None:
             "data.sources.a.rollout.max_turn: unknown key. Did you mean 'data.sources.a.rollout.max_turns'?",
         ),
         ({"rollout": {"envs": {}}}, "rollout.envs: unknown key. Write data.sources.NAME.env, with a ratio."),
+        ({"max_steps": 9}, "max_steps: unknown key. Write trainer.steps."),
+        ({"trainer": {"save_steps": 9}}, "trainer.save_steps: unknown key. Write trainer.save_every."),
     ],
 )
 def test_a_mistake_is_one_line_with_its_path_and_what_to_write(data: dict[str, object], line: str) -> None:
@@ -224,3 +228,11 @@ def test_an_object_cannot_be_written_and_the_message_says_where() -> None:
     config = validate(RunConfig, {"env": {"name": "frozen_lake", "args": {"rule": [object()]}}})
     with pytest.raises(ConfigError, match=r"env\.args\.rule\.0: an object of type object cannot be written"):
         dump_yaml(config)
+
+
+def test_names_of_other_frameworks_are_no_settings_and_what_to_write_exists() -> None:
+    known = set(setting_paths(RunConfig))
+    for name, text in SETTING_OF.items():
+        assert not {path for path in (name, f"trainer.{name}", f"learner.{name}") if path in known}
+        written = set(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+", text)) or {text.partition("=")[0]}
+        assert written <= known, (name, text)

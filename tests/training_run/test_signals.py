@@ -12,6 +12,8 @@ import time
 import pytest
 from forked import Forked
 
+from arborl.training_run.signals import REPEAT_SECONDS
+
 SCRIPT = """
 import asyncio, signal, sys, threading, time
 from arborl.training_run.signals import StopSignals
@@ -64,11 +66,33 @@ def test_a_signal_that_another_thread_receives_wakes_the_run():
     assert (out, process.returncode) == ("saving\nsaved\n", 143)
 
 
-def test_the_second_signal_ends_at_once():
-    process = started("60", "held", "0")
-    for _ in range(2):
+@pytest.mark.parametrize("numbers", [(signal.SIGHUP, signal.SIGHUP), (signal.SIGINT, signal.SIGTERM)])
+def test_a_signal_that_is_delivered_twice_is_one_request(numbers):
+    defaults = {"preexec_fn": lambda: [signal.signal(number, signal.SIG_DFL) for number in numbers]}
+    process = started("60", "free", "0.6", **defaults)
+    for number in numbers:  # as a terminal that is closed, or torchrun after Ctrl-C
+        process.send_signal(number)
         time.sleep(0.2)
-        process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=50)
+    assert out == "saving\nsaved\n"
+    assert process.returncode in (128 + numbers[0], -numbers[0])
+
+
+def test_ctrl_c_that_a_launcher_follows_with_sigterm_has_the_time_limit_of_sigterm():
+    process = started("0.5", "held", "0", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process.send_signal(number)
+        time.sleep(0.2)
+    _, err = process.communicate(timeout=50)
+    assert "0.5 s after SIGINT" in err
+
+
+def test_a_later_signal_ends_at_once():
+    process = started("60", "held", "0")
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(REPEAT_SECONDS + 0.2)
+    process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=50)
     assert (out, process.returncode) == ("", -signal.SIGTERM)
 

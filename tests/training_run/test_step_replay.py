@@ -98,6 +98,16 @@ def test_the_steps_of_a_resumed_run_have_their_own_settings(tmp_path):
     assert StepFiles.of(folder).config_file(1).name == "config.yaml"
 
 
+def test_a_replay_of_a_run_with_several_ranks_says_why_numbers_may_differ(run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "run")
+    config = (folder / "config.yaml").read_text()
+    assert "  ranks: 1\n" in config
+    (folder / "config.yaml").write_text(
+        config.replace("  ranks: 1\n", "  ranks: 2\n").replace("  strategy: single\n", "  strategy: ddp\n")
+    )
+    assert ["2 learner ranks" in note for note in arborl.replay(folder, 2).notes] == [True]
+
+
 def test_demonstrations_beside_the_episodes_are_part_of_the_files(tmp_path):
     rows = [
         {"messages": [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": word}]}

@@ -5,6 +5,7 @@ In reading order:
     run_config.py        `RunConfig`: all sections as one tree, dependent defaults; model, sandbox
     load_config.py       Load from a file, `a.b=c` overrides or Python keywords; bounds of YAML
     config_base.py       Base class of sections; messages for validation errors
+    other_frameworks.py  Names of settings in other frameworks, and what to write instead
     consistency.py       Checks across sections
     algorithm_config.py  Presets, advantage, loss, KL penalty, importance weights, arguments
     training_config.py   Learner, trainer, evaluation, tracking

@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import core_schema
 
+from arborl.config.other_frameworks import SETTING_OF
 from arborl.config.secrets import mask_secrets
 from arborl.errors import ConfigError, did_you_mean
 
@@ -202,6 +203,8 @@ def suggest_key(key: str, model: type[Config], above: Loc = ()) -> str:
     """` Did you mean …?` for an unknown `key` in the section `above`: the same key elsewhere, or a similar one."""
     if key in ELSEWHERE:
         return f" Write {ELSEWHERE[key]}."
+    if key in SETTING_OF and len(above) <= 1:  # sections below have parameters of other meanings
+        return f" Write {SETTING_OF[key]}."
     all_paths = list(setting_paths(model))
     section = _model_at(model, above)
     keys = list(section.model_fields) if section else []

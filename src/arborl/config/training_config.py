@@ -181,7 +181,7 @@ class TrainerConfig(Config):
     `checkpoints/` in the run folder."""
     stop_seconds: float = Field(25.0, gt=0)
     """After SIGTERM or SIGHUP: seconds until the last checkpoint must begin; else the run ends without it. Schedulers
-    usually kill after 30 seconds. A second signal ends the run at once."""
+    usually kill after 30 seconds. A signal more than a second later ends the run at once."""
 
     @model_validator(mode="after")
     def _check_length(self) -> TrainerConfig:

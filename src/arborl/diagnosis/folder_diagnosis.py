@@ -114,7 +114,8 @@ def _rollbacks(files: RunFiles) -> list[Finding]:
         return []
     back = [f"{one.get('alarm')} at step {one.get('step')}, back to step {one.get('to')}" for one in files.rollbacks]
     factor = files.rollbacks[-1].get("lr_factor")
-    detail = f"{len(back)} ({'; '.join(back)}): the learning rate is multiplied by {factor}"
+    times = f"{factor:g}" if isinstance(factor, int | float) else factor
+    detail = f"{len(back)} ({'; '.join(back)}): the learning rate is multiplied by {times}"
     advice = "Begin the next run with the lower learning rate, or find what caused the alarm in run.log."
     return [Finding("rollbacks", "warn", detail, advice)]
 

@@ -1,7 +1,7 @@
 """Stopping a run by SIGINT (Ctrl-C), SIGTERM or SIGHUP.
 
 The first signal cancels the run: episodes in progress are dropped, an update in progress is given up if it has not
-changed the weights (else it is finished), a checkpoint is written. The second signal ends the process at once.
+changed the weights (else it is finished), a checkpoint is written. A later signal ends the process at once.
 Schedulers kill some time after SIGTERM: if the checkpoint has not begun within `trainer.stop_seconds` after SIGTERM or
 SIGHUP, the run ends without it.
 """
@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
@@ -26,6 +27,9 @@ T = TypeVar("T")
 
 MAX_NAMES = 5
 """Listed names of calls that have not returned."""
+REPEAT_SECONDS = 1.0
+"""Signals within this time are one request: a terminal that is closed sends SIGHUP itself and through its shell, and
+torchrun sends SIGTERM after Ctrl-C."""
 SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 
 
@@ -55,6 +59,8 @@ class StopSignals:
     def __init__(self, seconds: float):
         self.seconds = seconds
         self.got: int | None = None
+        self._got_at = 0.0
+        self._is_saving = False
         self._before: dict[int, Any] = {}
         self._task: asyncio.Task[Any] | None = None
         self._timer: threading.Timer | None = None
@@ -90,24 +96,32 @@ class StopSignals:
 
     def saving(self) -> None:
         """The last checkpoint begins; its writing has no time limit."""
+        self._is_saving = True
         if self._timer is not None:
             self._timer.cancel()
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        if self.got is not None:
+        if self.got is None:
+            self.got, self._got_at = number, time.monotonic()
+            if self._task is None or self._task.done():
+                self._exit()
+            self._limit_time(number)
+            self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+        elif time.monotonic() - self._got_at < REPEAT_SECONDS:
+            self._limit_time(number)
+        else:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+    def _limit_time(self, number: int) -> None:
+        """Start the time limit of SIGTERM and SIGHUP until the checkpoint begins, unless it has begun."""
+        if number == signal.SIGINT or self._timer is not None or self._is_saving:
             return
-        self.got = number
-        if self._task is None or self._task.done():
-            self._exit()
-        if number != signal.SIGINT:
-            if number != signal.SIGTERM:
-                self._close_terminal()
-            self._timer = threading.Timer(self.seconds, self._abort)
-            self._timer.daemon = True
-            self._timer.start()
-        self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+        if number != signal.SIGTERM:
+            self._close_terminal()
+        self._timer = threading.Timer(self.seconds, self._abort)
+        self._timer.daemon = True
+        self._timer.start()
 
     def _close_terminal(self) -> None:
         """Redirect output to /dev/null: the terminal is closed, and output must not raise."""

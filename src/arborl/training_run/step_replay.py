@@ -333,9 +333,7 @@ class StepReplayer:
         from arborl.trainer.step_metrics import SKIPPED_COUNTERS, episode_metrics
 
         row, learner = self.files.metrics.get(step, {}), self.parts.learner
-        if "learner/threads" not in row:
-            note = "metrics.jsonl has no learner/threads (an older run): rounding may differ with their number"
-            self.notes += [] if note in self.notes else [note]
+        self.notes += [note for note in self._rounding_notes(row) if note not in self.notes]
         if row.get("learner/micro_batch_tokens"):
             learner.micro_batcher.budget = int(row["learner/micro_batch_tokens"])
         learner.scale_lr(lr_factor(self.rollbacks, step))
@@ -357,6 +355,15 @@ class StepReplayer:
         """What a run does to the learner after a step."""
         if step == self.parts.config.demonstrations.steps:
             self.parts.learner.update_reference()
+
+    def _rounding_notes(self, row: Metrics) -> Iterator[str]:
+        """Why numbers may differ although the step is the same."""
+        if "learner/threads" not in row:
+            yield "metrics.jsonl has no learner/threads (an older run): rounding may differ with their number"
+        if (ranks := self.parts.config.learner.ranks) > 1:
+            yield f"the run had {ranks} learner ranks, and a replay has one: sums are rounded in another order"
+        if self.parts.learner.model.device.type == "cuda":
+            yield "sums on a GPU are not always rounded in the same order"
 
     # -------------------------------------------------------------------------------------------- settings and state
 
