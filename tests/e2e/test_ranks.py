@@ -88,6 +88,28 @@ def test_torchrun_and_accelerate_start_the_ranks_too(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("number", "to_group"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+def test_a_run_that_torchrun_started_saves_when_it_is_stopped(tmp_path, number, to_group):
+    """torchrun passes the signal to all ranks; a terminal's Ctrl-C reaches them twice."""
+    words = ["-m", "arborl", "train", *SMALL, "trainer.steps=500", "evaluation.tasks=0", "learner.strategy=fsdp2"]
+    requested = [sys.executable, "-m", *LAUNCHERS["torchrun"], *words, "output_dir=run"]
+    run = subprocess.Popen(
+        requested, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 300
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert time.monotonic() < deadline
+        assert run.poll() is None
+        time.sleep(0.05)
+    (os.killpg if to_group else os.kill)(run.pid, number)
+    output, _ = run.communicate(timeout=120)
+    assert "saved run/checkpoints/step-0000" in output
+    with pytest.raises(ProcessLookupError):
+        os.killpg(run.pid, 0)
+
+
+@pytest.mark.slow
 def test_a_rank_that_torchrun_started_ends_the_run_with_its_name(tmp_path):
     """It is not ours to start anew."""
     words = ["-m", "arborl", "train", *SMALL, "trainer.steps=500", "evaluation.tasks=0", "learner.strategy=ddp"]

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import torch
@@ -17,6 +18,7 @@ from arborl.errors import ConfigError
 from arborl.learner.core.learner import Learner
 from arborl.learner.core.teacher import Teacher
 from arborl.learner.distributed.learner_group import LearnerGroup
+from arborl.learner.distributed.rank_process import ignore_stop_signals
 from arborl.learner.distributed.rank_worker import LearnerSpec, serve_rank
 from arborl.learner.distributed.rendezvous import SECRET_VARIABLE, RemoteLauncher, Rendezvous
 from arborl.learner.distributed.run_store import JoinInfo
@@ -92,6 +94,8 @@ def serve_launched_rank(config: LearnerConfig, device: str) -> bool:
     if launched is None or launched[0] == 0 or config.strategy == "single":
         return False
     check_ranks(config, device)
+    if threading.current_thread() is threading.main_thread():
+        ignore_stop_signals()
     kind = device_of(device).type
     serve_rank(
         *launched, Rendezvous.from_launcher(), f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if kind == "cuda" else kind

@@ -12,10 +12,16 @@ import sys
 import threading
 
 
+def ignore_stop_signals() -> None:
+    """Rank 0 handles them: it needs the other ranks for the last checkpoint, and then stops them."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
 def main() -> None:
     rank, count, address, device = sys.argv[1:5]
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 handles signals and stops the others
+    ignore_stop_signals()
     secret = os.environ.pop("ARBORL_RANKS_SECRET")
     threading.Thread(target=_watch_parent, args=(address,), daemon=True).start()
     from arborl.errors import ConfigError
