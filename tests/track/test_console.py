@@ -188,7 +188,7 @@ def test_a_run_without_success_shows_its_rewards_only():
 def test_in_a_narrow_terminal_no_number_of_before_and_after_is_cut_off():
     measured = {"tasks": 20, "success": 0.6, "success_low": 0.387, "success_high": 0.781, "reward": -0.1,
                 "reward_low": -0.04, "reward_high": 0.24, "greedy_success": 0.9, "greedy_success_low": 0.699,
-                "greedy_success_high": 0.972}  # fmt: skip
+                "greedy_success_high": 0.972, "failed": 9, "greedy_failed": 13}  # fmt: skip
     rich = piped()
     rich.print(table_before_after(measured, measured))
     assert "…" not in rich.file.getvalue()

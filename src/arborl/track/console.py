@@ -260,10 +260,13 @@ def table_before_after(before: Mapping[str, float], after: Mapping[str, float]) 
     names += [name for name in {**before, **after} if name.startswith("reward/") and not name.endswith(ENDS)]
     table = Table(box=box.SIMPLE_HEAD, title="held-out tasks, with 95 % intervals", title_justify="left")
     table.add_column("", no_wrap=True)
-    for name in names:
-        table.add_column(name.replace("_", " "), justify="right")  # a narrow terminal wraps the interval
-    table.add_row("before", *(measure(name, before) for name in names))
-    table.add_row("after", *(measure(name, after) for name in names), style="bold")
+    rows = {"before": [measure(name, before) for name in names], "after": [measure(name, after) for name in names]}
+    for name, *cells in zip(names, *rows.values(), strict=True):
+        title = name.replace("_", " ")
+        words = " ".join([title, *cells]).split()  # a narrow terminal wraps between words only
+        table.add_column(title, justify="right", min_width=max(map(len, words)))
+    table.add_row("before", *rows["before"])
+    table.add_row("after", *rows["after"], style="bold")
     return table
 
 
