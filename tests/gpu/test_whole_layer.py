@@ -16,6 +16,7 @@ from arborl.learner.attention.path_selection import ExecutionPath, path_error, s
 from arborl.learner.attention.tree_attention import DenseAttention
 from arborl.learner.attention.tree_plan import Tile, Tiles
 from arborl.learner.attention.whole_layer import whole_layer
+from arborl.learner.core.memory_plan import model_sizes
 from arborl.models.attention import ATTENTION_NAME, CausalAttention
 from arborl.models.fast_forward import prepare, run_layer, signed_sin
 from arborl.models.lora import add_lora
@@ -95,6 +96,27 @@ def test_other_layers_are_left_to_the_single_operations(device, kind):
     assert whole_layer(layer, x, cos, sin, CausalAttention() if kind == "other attention" else attend) is None
     with torch.no_grad():
         assert (whole_layer(layer, x, cos, sin, attend) is not None) == (kind in ("frozen", "other attention"))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_it_keeps_as_many_bytes_for_its_backward_pass_as_the_memory_forecast_counts(device, kind):
+    model = model_of(kind).to(device)
+    layer, kept = model.base_model.layers[1], {}
+    prepare(layer)
+    x, cos, sin, attend = inputs_of(model, device, torch.float32, kernel=True)
+    not_counted = {
+        tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), cos, sin, *attend.plans.values())
+    }
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = whole_layer(layer, x, cos, sin, attend)
+    bytes_per_token = sum(size for address, size in kept.items() if address not in not_counted) / len(out)
+    small = 4 * (model.config.num_attention_heads + 2)  # per token: sums of attention, scales of two norms
+    assert bytes_per_token - small == model_sizes(model).layer(uses_fused_layers=True)
 
 
 @pytest.mark.gpu

@@ -194,7 +194,7 @@ def test_a_model_in_parts_runs_by_the_librarys_layers_which_keep_more():
     ours, theirs = (
         planner(140, sizes, strategy="fsdp2", offload="optimizer").forecast(8_192, False, 0) for sizes in (whole, apart)
     )
-    assert theirs.activations > 1.2 * ours.activations
+    assert theirs.activations > 1.1 * ours.activations
     assert theirs.logits > 4 * ours.logits
     assert logit_rows(140 * GIB, FOUR.vocabulary, False) * 20 <= logit_rows(140 * GIB, FOUR.vocabulary, True) * 5
 

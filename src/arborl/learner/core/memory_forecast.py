@@ -71,7 +71,7 @@ class ModelSizes:
         e, q, k, f, item = self.hidden, self.queries, self.keys, self.inner, self.item
         adapters = 7 * 4 * self.rank
         if uses_fused_layers:
-            return item * (4 * e + 2 * q + 2 * k + 3 * f) + adapters
+            return item * (4 * e + 2 * q + 2 * k + 3 * f + (q + 2 * k if self.head_norms else 0)) + adapters
         scaled = not (fused_norms or self.rank)
         norms = 4 * e if scaled else 2 * e
         attention = 3 * (q + k) + (q + k if self.head_norms and scaled else 0)
