@@ -7,7 +7,16 @@ from functools import partial
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from arborl.config.run_config import LoraConfig
 from arborl.learner.attention import fused_layers, path_selection
@@ -17,7 +26,7 @@ from arborl.learner.attention.tree_attention import DenseAttention
 from arborl.learner.attention.tree_plan import Tile, Tiles
 from arborl.learner.attention.whole_layer import whole_layer
 from arborl.learner.core.memory_plan import model_sizes
-from arborl.models.attention import ATTENTION_NAME, CausalAttention
+from arborl.models.attention import ATTENTION_NAME, CausalAttention, attention_layout
 from arborl.models.fast_forward import prepare, run_layer, signed_sin
 from arborl.models.lora import add_lora
 
@@ -29,6 +38,7 @@ KINDS = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
     "llama with biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True}),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 7}),
     "gelu": (LlamaForCausalLM, LlamaConfig, {"hidden_act": "gelu"}),
 }
 
@@ -54,7 +64,7 @@ def inputs_of(model, device, dtype, kernel: bool):
     cos, sin = model.base_model.rotary_emb(x.to(device, dtype)[None], torch.as_tensor(batch.depth, device=device)[None])
     attend = TritonTreeAttention(batch, device) if kernel else DenseAttention(batch, device)
     if kernel:
-        attend.prepare([], 16, dtype, SMALL)
+        attend.prepare(attention_layout(model).windows, 16, dtype, SMALL)
     return x.to(device, dtype).requires_grad_(), cos[0, :, None], signed_sin(sin[0, :, None]), attend
 
 
@@ -67,7 +77,8 @@ def value_and_gradients(layer, run, x_NE):
 
 
 @pytest.mark.parametrize(
-    ("kind", "recompute"), [("llama", False), ("qwen2", False), ("qwen3", False), ("llama", True), ("qwen3", True)]
+    ("kind", "recompute"),
+    [("llama", False), ("qwen2", False), ("qwen3", False), ("mistral", False), ("llama", True), ("qwen3", True)],
 )
 def test_value_and_all_gradients_are_those_of_the_layer(device, kind, recompute):
     model = model_of(kind).to(device)
@@ -120,7 +131,7 @@ def test_it_keeps_as_many_bytes_for_its_backward_pass_as_the_memory_forecast_cou
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_models_on_a_gpu_use_it_and_pass_the_check(kind, dtype, monkeypatch):
     model, used = model_of(kind).to("cuda", dtype), []

@@ -48,9 +48,8 @@ log = logging.getLogger(__name__)
 
 MAX_CPU_LOGITS = 2**26  # logits in memory at once on a CPU: 256 MiB in float32
 MAX_CPU_ROWS = 4096
-MAX_SQUARE_TOKENS = (
-    16_384  # of a micro-batch whose attention keeps a square per tree, which the forecast does not count
-)
+MAX_SQUARE_TOKENS = 16_384
+"""Tokens of a micro-batch whose attention keeps a square per tree, which the memory forecast does not count."""
 
 
 def compute_outputs(
