@@ -111,8 +111,9 @@ def load(path: str, kind: str = "object") -> Any:
             "FILE.py:attribute."
         )
     module_name, attribute = parsed
-    if module_name.endswith(".py") and not Path(module_name).expanduser().is_file():
-        raise UnknownPartError(f"{path!r} (wanted as {kind}): there is no file {module_name}.")
+    if module_name.endswith(".py") and not (file := Path(module_name).expanduser()).is_file():
+        start = "" if file.is_absolute() else f" in {Path.cwd()}, where relative paths start"
+        raise UnknownPartError(f"{path!r} (wanted as {kind}): there is no file {module_name}{start}.")
     if module_name.partition(".")[0] != "arborl":
         add_current_folder()
     try:

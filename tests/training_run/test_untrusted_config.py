@@ -125,7 +125,7 @@ def test_a_function_of_a_file_is_loaded_once_and_needs_no_package(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     assert load(f"{file}:score")() == 1
     assert load("some-project/my rewards.py:score")() == 2
-    with pytest.raises(ArborError, match=r"there is no file some-project/other\.py"):
+    with pytest.raises(ArborError, match=r"there is no file some-project/other\.py in /.*, where"):
         load("some-project/other.py:score", "function")
     with pytest.raises(ArborError, match=r"has no 'scores' .*Did you mean 'score'"):
         load(f"{file}:scores", "function")
