@@ -274,13 +274,14 @@ def test_a_rate_100_times_too_high_warns(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rate_100_times_too_high_is_lowered_by_rollbacks_until_the_run_learns(tmp_path):
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_rate_100_times_too_high_is_lowered_by_a_rollback_and_the_run_learns(tmp_path, seed):
     home = tmp_path / "run"
-    words = [*TOO_HIGH, "trainer.steps=20", "trainer.on_alarm=rollback"]
+    words = [*TOO_HIGH, "trainer.steps=20", "trainer.on_alarm=rollback", f"seed={seed}"]
     done = invoke("train", *words, f"output_dir={home}")
     assert done.exit_code == 0, done.output
     summary = json.loads((home / "summary.json").read_text())
     assert len(summary["rollbacks"]) >= 1
     assert summary["after"]["success"] > summary["before"]["success"] + 0.2
     assert [row["step"] for row in settled(home)] == list(range(21))
-    assert max(rates(home)) <= 6e-3
+    assert max(rates(home)) <= 6.001e-4  # the default rate

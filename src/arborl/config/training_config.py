@@ -15,6 +15,12 @@ MAX_LEARNING_RATE = 1.0
 """Largest learning rate that may be meant; a run with a higher one starts with a warning."""
 
 
+def default_learning_rate(parameters: int, adapted: bool = False) -> float:
+    """The default for a model with so many parameters; `adapted`: trained by adapters."""
+    default = 6e-4 if parameters < 10_000_000 else 1e-5 if parameters < 500_000_000 else 1e-6
+    return default * (10 if adapted else 1)
+
+
 class LearnerConfig(Config):
     """The learner: optimizer, batches, memory, ranks and critic."""
 
@@ -84,8 +90,7 @@ class LearnerConfig(Config):
 
     def learning_rate(self, parameters: int, adapted: bool = False) -> float:
         """`lr`, or its default for a model of this size."""
-        default = 6e-4 if parameters < 10_000_000 else 1e-5 if parameters < 500_000_000 else 1e-6
-        return self.lr or self.lr_scale * default * (10 if adapted else 1)
+        return self.lr or self.lr_scale * default_learning_rate(parameters, adapted)
 
     @property
     def has_separate_critic(self) -> bool:
@@ -173,7 +178,8 @@ class TrainerConfig(Config):
     without more success, engine and learner that differ, reward lost. `stop`: end with exit code 3. `rollback`: return
     to the last checkpoint before the evidence with a lower learning rate."""
     rollback_lr_factor: float = Field(0.1, gt=0, le=1)
-    """Factor of the learning rate at each rollback, on top of the schedule."""
+    """Factor of the learning rate at each rollback, on top of the schedule. The result is at most the default rate for
+    a model of this size."""
     max_rollbacks: int = Field(3, ge=1)
     """Rollbacks of a run; the next alarm stops it."""
     checkpoint_dir: Path | None = None

@@ -83,15 +83,17 @@ class AlarmRecovery:
         number, most = len(self.rollbacks), self.settings.max_rollbacks
         return [f"Rollback {number} of at most {most}: {self.rollbacks[-1]}."]
 
-    def react(self, stopped: AlarmStopped, home: Path, can_restart: bool) -> None:
-        """Roll back, or set the message with which the run stops. All checkpoints must be written."""
+    def react(self, stopped: AlarmStopped, home: Path, can_restart: bool, max_factor: float = 1.0) -> None:
+        """Roll back, or set the message with which the run stops. All checkpoints must be written. `max_factor` of the
+        configured learning rate is the default rate: one that is still too high may damage the model without another
+        alarm."""
         alarm: Alarm = stopped.alarm
         last_healthy = max(alarm.last_healthy_step - self.config.rollout.max_lag, 0)
         healthy = checkpoint.newest_usable(home / "checkpoints", last_healthy)
         to = int(healthy.name.removeprefix("step-")) if healthy is not None else 0
         reason = self._why_not(can_restart, healthy is not None or last_healthy < self.settings.save_every)
         if reason is None:
-            factor = self.lr_factor * self.settings.rollback_lr_factor
+            factor = min(self.lr_factor * self.settings.rollback_lr_factor, max_factor)
             back = Rollback(alarm.rule.name, alarm.step, alarm.first_step, alarm.detail, to, factor)
             self.rollbacks.append(back)
             self._write(home)

@@ -17,6 +17,7 @@ from rich.console import Console as Terminal
 from arborl.config.algorithm_config import is_custom
 from arborl.config.config_base import to_plain
 from arborl.config.secrets import mask_secrets
+from arborl.config.training_config import default_learning_rate
 from arborl.diagnosis.step_rules import step_remark
 from arborl.errors import AlarmStopped, LearnerRankLost, RunStopped
 from arborl.learner.distributed.learner_group import LearnerGroup
@@ -139,7 +140,8 @@ class RunSession:
                 can_restart = (
                     not isinstance(self.parts.learner, LearnerGroup) or self.parts.learner.launcher is not None
                 )
-                self.alarms.react(stopped, self.home, can_restart)
+                default = default_learning_rate(self.parts.model.num_parameters(), self.config.model.lora.rank > 0)
+                self.alarms.react(stopped, self.home, can_restart, default / self.parts.learner.lr)
                 if not stopped.restarts:
                     await self._report_stop(trainer, console, alarm=stopped.alarm.as_json())
                 raise
