@@ -7,9 +7,12 @@ import base64
 import gc
 import inspect
 import os
+import signal
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a shell; tests interrupt processes
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from importlib.util import find_spec
 
