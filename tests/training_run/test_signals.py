@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pty
 import signal
@@ -12,7 +13,7 @@ import time
 import pytest
 from forked import Forked
 
-from arborl.training_run.signals import REPEAT_SECONDS
+from arborl.training_run.signals import REPEAT_SECONDS, StopSignals
 
 SCRIPT = """
 import asyncio, signal, sys, threading, time
@@ -85,6 +86,20 @@ def test_ctrl_c_that_a_launcher_follows_with_sigterm_has_the_time_limit_of_sigte
         time.sleep(0.2)
     _, err = process.communicate(timeout=50)
     assert "0.5 s after SIGINT" in err
+
+
+def test_a_terminal_that_closes_just_after_sigterm_is_not_written_to(monkeypatch):
+    closed, stops = [], StopSignals(60)
+    monkeypatch.setattr(stops, "_close_terminal", lambda: closed.append(True))
+    loop = asyncio.new_event_loop()
+    stops._task = loop.create_task(asyncio.sleep(60))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        stops._stop(number, None)
+    assert (stops.got, closed) == (signal.SIGTERM, [True])
+    stops.saving()  # ends the timer
+    with pytest.raises(asyncio.CancelledError):
+        loop.run_until_complete(stops._task)
+    loop.close()
 
 
 def test_a_later_signal_ends_at_once():

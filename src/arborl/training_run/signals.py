@@ -115,10 +115,10 @@ class StopSignals:
 
     def _limit_time(self, number: int) -> None:
         """Start the time limit of SIGTERM and SIGHUP until the checkpoint begins, unless it has begun."""
+        if number not in (signal.SIGINT, signal.SIGTERM):
+            self._close_terminal()
         if number == signal.SIGINT or self._timer is not None or self._is_saving:
             return
-        if number != signal.SIGTERM:
-            self._close_terminal()
         self._timer = threading.Timer(self.seconds, self._abort)
         self._timer.daemon = True
         self._timer.start()
