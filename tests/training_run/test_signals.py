@@ -71,7 +71,7 @@ def test_a_signal_that_another_thread_receives_wakes_the_run():
 def test_a_signal_that_is_delivered_twice_is_one_request(numbers):
     defaults = {"preexec_fn": lambda: [signal.signal(number, signal.SIG_DFL) for number in numbers]}
     process = started("60", "free", "0.6", **defaults)
-    for number in numbers:  # as a terminal that is closed, or torchrun after Ctrl-C
+    for number in numbers:  # as of a closed terminal, or of a launcher after Ctrl-C
         process.send_signal(number)
         time.sleep(0.2)
     out, _ = process.communicate(timeout=50)

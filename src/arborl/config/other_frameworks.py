@@ -21,7 +21,7 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "learner.decay": ("lr_scheduler", "lr_scheduler_type"),
     "learner.epochs": ("num_iterations", "num_ppo_epochs", "ppo_epochs"),
     "learner.lr": ("actor_lr", "learning_rate"),
-    "learner.micro_batch_tokens, or nothing for a choice by the memory": (
+    "learner.micro_batch_tokens, or leave it out: the default follows from the memory": (
         "gradient_accumulation_steps", "micro_batch_size", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu",
     ),
     "learner.minibatches": ("mini_batch_size", "num_mini_batches", "ppo_mini_batch_size"),

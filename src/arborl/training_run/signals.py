@@ -28,8 +28,8 @@ T = TypeVar("T")
 MAX_NAMES = 5
 """Listed names of calls that have not returned."""
 REPEAT_SECONDS = 1.0
-"""Signals within this time are one request: a terminal that is closed sends SIGHUP itself and through its shell, and
-torchrun sends SIGTERM after Ctrl-C."""
+"""Signals within this time are one request: SIGHUP of a closed terminal may come from the system and from the shell,
+and a launcher passes Ctrl-C on to processes that have it from the terminal."""
 SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 
 
