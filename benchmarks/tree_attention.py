@@ -40,13 +40,17 @@ TILE_CANDIDATES = {
 
 def make_trees(kind: str, tokens: int) -> MicroBatch:
     """Trees with about `tokens` tokens in total: groups of eight completions of a prompt (`groups`), rows without
-    common prefixes (`chains`), or episodes of four turns whose thinking is removed from later prompts (`turns`)."""
+    common prefixes (`chains`), episodes of four turns whose thinking is removed from later prompts (`turns`), or one
+    tree of rows with a system prompt of 128 tokens (`system`)."""
     rng = np.random.default_rng(0)
     random_tokens = lambda count: rng.integers(0, 50_000, max(1, count)).tolist()  # noqa: E731
 
     def make_rows() -> list[list[int]]:
         if kind == "chains":
             return [random_tokens(tokens // 16)]
+        if kind == "system":
+            system = random_tokens(128)
+            return [system + random_tokens(256) for _ in range(max(1, tokens // 256))]
         prompt = random_tokens(tokens // 8)
         if kind == "groups":
             return [prompt + random_tokens(tokens // 64) for _ in range(8)]
@@ -120,7 +124,7 @@ def compare(kind: str, shape: tuple[int, int, int], args: argparse.Namespace) ->
     row["seen"] = round(float((batch.end - position).sum()) / len(batch) ** 2, 4)
     began = time.perf_counter()
     kernel = TritonTreeAttention(batch, device)
-    kernel.prepare([], shape[2], dtype)
+    kernel.prepare([], *shape[1:], dtype)
     row["plan_ms"] = round(1000 * (time.perf_counter() - began), 2)
     implementations = {"kernel": lambda: kernel, "dense": lambda: DenseAttention(batch, device)}
     gradients = {}
@@ -153,7 +157,7 @@ def sweep(kind: str, shape: tuple[int, int, int], args: argparse.Namespace) -> I
         for numbers in dict.fromkeys([tuple(getattr(current_tiles, kernel_name)), *candidates]):
             tiles: Tiles = current_tiles._replace(**{kernel_name: Tile(*numbers)})
             attend = TritonTreeAttention(batch, device)
-            attend.prepare([], shape[2], dtype, tiles)
+            attend.prepare([], *shape[1:], dtype, tiles)
             try:
                 forward, backward, _ = measure(attend, inputs, device, args.repeats)
             except Exception as error:  # usually too much shared memory
@@ -176,7 +180,7 @@ def main() -> int:
         "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: for tests, with TRITON_INTERPRET=1"
     )
     parser.add_argument("--tokens", type=int, default=16_384)
-    parser.add_argument("--kinds", nargs="*", default=["groups", "turns", "chains"])
+    parser.add_argument("--kinds", nargs="*", default=["groups", "turns", "chains", "system"])
     parser.add_argument("--ways", nargs="*", default=["kernel", "dense"])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--sweep", action="store_true")

@@ -150,12 +150,12 @@ def test_wrong_tree_kernels_are_rejected(device, wrong, dtype, monkeypatch):
     model = model_of("llama", dtype).to(device)
     forward, backward = tree_kernels.forward, tree_kernels.backward
 
-    def bent(q, k, v, plan, scale, *rest):
+    def bent(q, k, v, plan, sizes, scale, *rest):
         if wrong == "scale":
             scale = 1.25 * scale
         if wrong == "heads":
             q = q[:, [2, 1, 0, 3]].contiguous()
-        return forward(q, k, v, plan, scale, *rest)
+        return forward(q, k, v, plan, sizes, scale, *rest)
 
     def other_gradient(*given):
         to_q, to_k, to_v = backward(*given)

@@ -73,7 +73,7 @@ def numbers(attend, q, k, v, bounds: AttentionLimits, scale: float = 0.3) -> lis
 def check(batch, device, shape, dtype=torch.float32, bounds=NO_LIMITS, tiles=None, apart=False):
     q, k, v = heads(batch, device, shape, dtype, apart)
     attend = TritonTreeAttention(batch, device)
-    attend.prepare([bounds.window] if bounds.window else [], shape[2], dtype, tiles)
+    attend.prepare([bounds.window] if bounds.window else [], *shape[1:], dtype, tiles)
     dense = numbers(DenseAttention(batch, device), *(x.double() for x in (q, k, v)), bounds)
     for name, ours, theirs in zip(("out", "dq", "dk", "dv"), numbers(attend, q, k, v, bounds), dense, strict=True):
         assert ours.dtype == dtype
@@ -115,17 +115,21 @@ def test_sixteen_bits(device, dtype, bounds):
     check(bush(2, trees=1, branches=3, stem=33, twig=9), device, (2, 1, 16), dtype, bounds, SMALL)
 
 
-@pytest.mark.parametrize("programs", [1, 10_000])
-def test_it_does_not_matter_how_a_groups_heads_are_shared_out(device, monkeypatch, programs):
-    monkeypatch.setattr(tree_plan, "MIN_PROGRAMS", programs)
-    check(bush(3, trees=1, branches=2, stem=20, twig=9), device, (5, 1, 16), tiles=SMALL)
+@pytest.mark.parametrize("programs", [1, 20, 10_000])
+@pytest.mark.parametrize("shape", [(5, 1, 16), (4, 2, 20)], ids=str)
+@pytest.mark.parametrize("bounds", [NO_LIMITS, AttentionLimits(7, 5.0)], ids=str)
+def test_it_does_not_matter_among_how_many_programs_the_queries_of_a_key_are_divided(
+    device, monkeypatch, programs, shape, bounds
+):
+    monkeypatch.setattr(tree_plan, "KEY_PROGRAMS", programs)
+    check(bush(3, trees=2, branches=3, stem=20, twig=29), device, shape, bounds=bounds, tiles=SMALL)
 
 
 def test_scores_so_large_that_their_exponentials_overflow(device):
     batch = bush(0, trees=1, branches=3, stem=20, twig=9)
     q, k, v = heads(batch, device, (2, 1, 16), torch.float32, False)
     attend = TritonTreeAttention(batch, device)
-    attend.prepare([], 16, torch.float32, SMALL)
+    attend.prepare([], 1, 16, torch.float32, SMALL)
     ours, dense = (numbers(a, q * 100, k, v, NO_LIMITS, 1.0) for a in (attend, DenseAttention(batch, device)))
     for mine, theirs in zip(ours, dense, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
@@ -164,7 +168,7 @@ def test_the_same_bits_twice():
     batch, device = bush(6, trees=3, branches=8, stem=900, twig=200), torch.device("cuda")
     q, k, v = heads(batch, device, (14, 2, 64), torch.bfloat16, False)
     attend = TritonTreeAttention(batch, device)
-    attend.prepare([], 64, torch.bfloat16)
+    attend.prepare([], 2, 64, torch.bfloat16)
     first, second = (numbers(attend, q, k, v, NO_LIMITS) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 

@@ -8,7 +8,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arborl.learner.attention.tree_plan import MIN_PROGRAMS, PLAN_ROW, Tile, Tiles, plan, rows_at, shares, tiles_for
+from arborl.learner.attention import tree_plan
+from arborl.learner.attention.tree_plan import (
+    KEY_PROGRAMS,
+    KEY_ROW,
+    PLAN_ROW,
+    SUM_ROW,
+    Tile,
+    Tiles,
+    divide,
+    plan,
+    rows_at,
+    tiles_for,
+)
 from arborl.learner.core.packing import pack
 from arborl.rollout.token_trees import build_token_trees, tree_of_sequences
 
@@ -36,40 +48,83 @@ def forest(seed: int, longest: int):
     longest=st.integers(2, 60),
     window=st.sampled_from([None, 1, 5, 30]),
     sides=st.tuples(SIDES, SIDES, SIDES),
+    programs=st.sampled_from([1, 20, 1056]),
 )
-def test_each_pair_that_is_seen_is_in_one_listed_block_and_in_whole_ones_all_are_seen(seed, longest, window, sides):
+def test_each_pair_that_is_seen_is_in_one_listed_block_and_in_whole_ones_all_are_seen(
+    seed, longest, window, sides, programs
+):
     batch = forest(seed, longest)
     count, place = len(batch), np.arange(len(batch))
     sees = (place[None] <= place[:, None]) & (place[:, None] < batch.end[None])
     if window:
         sees &= batch.depth[:, None] - batch.depth[None] < window
     tiles = Tiles(*(Tile(queries, keys, 4, 1) for queries, keys in sides))
-    made = plan(batch.end, batch.depth, window, tiles)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_plan, "KEY_PROGRAMS", programs)
+        found = plan(batch.end, batch.depth, window, tiles, key_heads=2)
+    made = found.numbers
     assert made.dtype == np.int32
     np.testing.assert_array_equal(made[: 2 * count], np.concatenate([batch.end, batch.depth]))
-    for number, (tile, start) in enumerate(zip(tiles, rows_at(count, tiles), strict=True)):
+    *starts, sums_at = rows_at(count, tiles, found.key_rows)
+    slots: dict[int, int] = {}
+    for number, (tile, start) in enumerate(zip(tiles, starts, strict=True)):
         by_keys = number == 2
         blocks = -(-count // (tile.keys if by_keys else tile.queries))
-        rows = made[start : start + PLAN_ROW * blocks].reshape(-1, PLAN_ROW)
-        assert sorted(rows[:, 0]) == list(range(blocks))
+        width, many = (KEY_ROW, found.key_rows) if by_keys else (PLAN_ROW, blocks)
+        rows = made[start : start + width * many].reshape(-1, width)
+        assert by_keys or len(set(rows[:, 0])) == len(rows)
+        assert set(rows[:, 0]) == set(range(blocks))
         assert (np.diff(rows[:, 3] - rows[:, 1]) <= 0).all()  # the longest first
         left = sees.copy()
-        for block, begin, middle, stop in rows:
+        listed = []
+        for block, begin, middle, stop, *slot in rows:
+            assert begin <= middle <= stop > begin
+            if slot and slot[0] >= 0:
+                assert slots.setdefault(slot[0], block) == block
+            else:
+                assert (rows[:, 0] == block).sum() == 1
             for at in range(begin, stop):
                 q, k = (made[at], block) if by_keys else (block, made[at])
+                listed.append((q, k))
                 here = np.s_[q * tile.queries : (q + 1) * tile.queries, k * tile.keys : (k + 1) * tile.keys]
                 assert at >= middle or (sees[here].all() and sees[here].shape == (tile.queries, tile.keys))
                 assert window or sees[here].any()
                 left[here] = False
         assert not left.any()
+        assert len(set(listed)) == len(listed)
+    assert sorted(slots) == list(range(found.slots))
+    sums = made[sums_at : sums_at + SUM_ROW * found.sum_rows].reshape(-1, SUM_ROW)
+    assert {slot: block for block, first, past in sums for slot in range(first, past)} == slots
+    assert (sums[:, 2] - sums[:, 1] > 1).all()
 
 
-@given(blocks=st.integers(1, 3000), group=st.integers(1, 48))
-def test_the_heads_of_a_group_are_shared_out_among_as_many_programs_as_keep_the_device_busy(blocks, group):
-    parts, each = shares(blocks, group)
-    assert (parts - 1) * each < group <= parts * each
-    assert parts == 1 or blocks * (parts - 1) < MIN_PROGRAMS
-    assert parts == group or each == 1 or blocks * parts * 2 >= MIN_PROGRAMS
+def key_rows_of(batch, key_heads):
+    tiles = tiles_for(64, torch.bfloat16)
+    made = plan(batch.end, batch.depth, None, tiles, key_heads)
+    at = rows_at(len(batch), tiles, made.key_rows)[2]
+    return made, made.numbers[at : at + KEY_ROW * made.key_rows].reshape(-1, KEY_ROW)
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 8])
+@pytest.mark.parametrize("kind", ["shared prompt", "small", "chain"])
+def test_no_program_for_keys_has_more_than_an_even_share_of_the_work(kind, key_heads):
+    rng = np.random.default_rng(0)
+    if kind == "shared prompt":
+        prompt = rng.integers(0, 9, 100).tolist()
+        trees = [tree_of_sequences([prompt + rng.integers(0, 9, 100).tolist() for _ in range(300)])[0]]
+    else:
+        trees = [tree_of_sequences([rng.integers(0, 9, 700 if kind == "small" else 16_000).tolist()])[0]]
+    made, rows = key_rows_of(pack(trees, [0], build_token_trees([]).terms), key_heads)
+    length = rows[:, 3] - rows[:, 1]
+    assert length.max() <= -(-length.sum() * key_heads // KEY_PROGRAMS)
+    assert made.slots <= 2 * KEY_PROGRAMS / key_heads  # so that they take little memory
+
+
+def test_an_even_batch_is_hardly_divided():
+    rows = np.array([[block, 10 * block, 10 * block + 4, 10 * block + 10] for block in range(5)])
+    divided, sums, slots = divide(rows, 10)
+    assert (divided[:, 4] == -1).all()
+    assert (len(sums), slots) == (0, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

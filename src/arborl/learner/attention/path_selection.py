@@ -82,7 +82,8 @@ def _make_attention(model: PreTrainedModel, batch: MicroBatch, path: ExecutionPa
     device, dtype = compute_device(model)
     attend = ATTENTION_BACKENDS[path.attention].make(batch, device)
     if isinstance(attend, TritonTreeAttention):
-        attend.prepare(attention_layout(model).windows, attention_layout(model).size, dtype)
+        layout = attention_layout(model)
+        attend.prepare(layout.windows, layout.key_heads, layout.size, dtype)
     return attend
 
 

@@ -1,11 +1,12 @@
-"""Attention over trees as three Triton kernels: forward, and the gradients of queries and of keys and values.
+"""Attention over trees as Triton kernels: forward, and the gradients of queries and of keys and values.
 
 Each program takes one block of queries (or of keys) and iterates over the blocks of the other side in its row of the
 plan (`tree_plan.py`): first those that are completely visible and need no mask, then the partially visible ones. The
 forward pass keeps one number per query, the log-sum-exp of its scores; the backward passes compute scores again.
 
-If query heads share a key head, one program for a block of keys sums some of them in order, and the partial sums are
-added afterwards: no sum depends on the order of execution, so equal inputs give equal bits.
+One program for a block of keys sums over all query heads that share its key head. If several programs share a block's
+list of queries, their sums are added afterwards in order: no sum depends on the order of execution, so equal inputs
+give equal bits.
 
 N tokens, H query heads, K key heads, G = H / K, D head size. Block sizes are padded to powers of two and masked. Sums
 are in float32; scores are in base 2, whose exponential a GPU computes. Nothing that varies between batches is a
@@ -22,9 +23,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from arborl.learner.attention.tree_plan import Tile, Tiles, rows_at, shares
+from arborl.learner.attention.tree_plan import Tile, Tiles, rows_at
 
 LOG2E = tl.constexpr(1.4426950408889634)
+SUMMED = {"ELEMENTS": 256, "SLOTS": 16}
+"""Elements of a block of keys per program of `_sum_slots`, and slots that are read at once."""
+
+Sizes = tuple[int, int, int]
+"""Numbers of rows for keys, of sums, and of slots: `BlockPlan.sizes`."""
 
 
 @triton.jit
@@ -206,23 +212,24 @@ def _to_keys(
     return to_key, to_value
 
 
-@triton.jit(do_not_specialize=["N", "rows", "window", "parts", "each"])
+@triton.jit(do_not_specialize=["N", "rows", "window"])
 def _backward_keys(
-    q, k, v, plan, grad, lse, delta, dk, dv, N, rows, window, parts, each, scale, cap, q_stride, q_head, k_stride,
+    q, k, v, plan, grad, lse, delta, dk, dv, slots, N, rows, window, scale, cap, q_stride, q_head, k_stride,
     k_head, v_stride, v_head, g_stride, g_head,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients from `each` of the query heads of one key head, in `dk` and `dv` of `[parts, N, K, D]`."""
+    """The gradients of a block of keys, in `dk` and `dv` of `[N, K, D]`; those by a part of its queries in a slot in
+    float32: of keys, then of values, both `[KEYS, K, D]`."""
     K: tl.constexpr = H // G
     own_head = (tl.program_id(0) % K).to(tl.int64)
-    part = tl.program_id(0) // K % parts
-    row = plan + rows + tl.program_id(0) // (K * parts) * 4
+    row = plan + rows + tl.program_id(0) // K * 5
     first, begin, middle, stop = tl.load(row) * KEYS, tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    slot = tl.load(row + 4)
     key = _tile(k + own_head * k_head, first, k_stride, N, KEYS, D, SIZE, False)
     value = _tile(v + own_head * v_head, first, v_stride, N, KEYS, D, SIZE, False)
     to_key, to_value = tl.zeros([KEYS, SIZE], tl.float32), tl.zeros([KEYS, SIZE], tl.float32)
-    for g in range(part * each, tl.minimum(part * each + each, G)):
+    for g in range(G):
         h = own_head * G + g
         to_key, to_value = _to_keys(
             key, value, q + h * q_head, grad + h * g_head, lse + h * N, delta + h * N, plan, first, begin, middle,
@@ -234,47 +241,76 @@ def _backward_keys(
             to_key, to_value, N, window, scale, cap, q_stride, g_stride,
             D, SIZE, QUERIES, KEYS, WINDOW, CAP, PRECISION, False,
         )  # fmt: skip
-    to = part.to(tl.int64) * N * (K * D) + own_head * D
-    _put(dk + to, first, K * D, to_key * scale, N, KEYS, D, SIZE)
-    _put(dv + to, first, K * D, to_value, N, KEYS, D, SIZE)
+    if slot < 0:
+        _put(dk + own_head * D, first, K * D, to_key * scale, N, KEYS, D, SIZE)
+        _put(dv + own_head * D, first, K * D, to_value, N, KEYS, D, SIZE)
+    else:
+        to = slots + slot.to(tl.int64) * (2 * KEYS * K * D) + own_head * D
+        _put(to, first * 0, K * D, to_key * scale, KEYS, KEYS, D, SIZE)
+        _put(to + KEYS * K * D, first * 0, K * D, to_value, KEYS, KEYS, D, SIZE)
+
+
+@triton.jit(do_not_specialize=["count", "rows"])
+def _sum_slots(
+    plan, slots, dk, dv, count, rows, WIDTH: tl.constexpr, ELEMENTS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Sums of the slots of each block of keys, as `count` numbers in `dk` and `dv`, `WIDTH` per block."""
+    row = plan + rows + tl.program_id(0) * 3
+    block, begin, stop = tl.load(row).to(tl.int64), tl.load(row + 1), tl.load(row + 2)
+    element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
+    to_key, to_value = tl.zeros([ELEMENTS], tl.float32), tl.zeros([ELEMENTS], tl.float32)
+    for i in range(begin, stop, SLOTS):
+        slot = i + tl.arange(0, SLOTS)
+        mask = (slot < stop)[:, None] & (element < WIDTH)[None, :]
+        at = slots + slot.to(tl.int64)[:, None] * (2 * WIDTH) + element[None, :]
+        to_key += tl.sum(tl.load(at, mask=mask, other=0.0), axis=0)
+        to_value += tl.sum(tl.load(at + WIDTH, mask=mask, other=0.0), axis=0)
+    at = block * WIDTH + element
+    inside = (element < WIDTH) & (at < count)
+    tl.store(dk + at, to_key.to(dk.dtype.element_ty), mask=inside)
+    tl.store(dv + at, to_value.to(dv.dtype.element_ty), mask=inside)
 
 
 def forward(
-    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, plan: Tensor, scale: float, window: int, cap: float, tiles: Tiles
-) -> tuple[Tensor, Tensor]:
-    """The attention output `[N, H, D]` and the log-sum-exp of the scores `[H, N]`. Window and cap of 0 mean none. The
-    last dimension of all inputs must be contiguous."""
+    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, plan: Tensor, sizes: Sizes, scale: float, window: int, cap: float,
+    tiles: Tiles,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The attention output `[N, H, D]` and the log-sum-exp of the scores `[H, N]`. `plan` and `sizes` are those of a
+    `BlockPlan`. Window and cap of 0 mean none. The last dimension of all inputs must be contiguous."""
     count, heads, size = q_NHD.shape
     out = torch.empty((count, heads, size), dtype=q_NHD.dtype, device=q_NHD.device)
     lse = torch.empty((heads, count), dtype=torch.float32, device=q_NHD.device)
     tile = tiles.forward
     _forward[(-(-count // tile.queries) * heads,)](
-        q_NHD, k_NKD, v_NKD, plan, out, lse, count, rows_at(count, tiles)[0], window, scale, cap,
+        q_NHD, k_NKD, v_NKD, plan, out, lse, count, rows_at(count, tiles, sizes[0])[0], window, scale, cap,
         *_strides(q_NHD, k_NKD, v_NKD), **_compiled_in(q_NHD, k_NKD, window, cap, tile),
     )  # fmt: skip
     return out, lse
 
 
 def backward(
-    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, plan: Tensor, out_NHD: Tensor, grad_NHD: Tensor, lse_HN: Tensor,
-    scale: float, window: int, cap: float, tiles: Tiles,
+    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, plan: Tensor, sizes: Sizes, out_NHD: Tensor, grad_NHD: Tensor,
+    lse_HN: Tensor, scale: float, window: int, cap: float, tiles: Tiles,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     count, heads, size = q_NHD.shape
     key_heads = k_NKD.shape[1]
+    key_rows, sum_rows, slot_count = sizes
     dq, delta = torch.empty_like(out_NHD), torch.empty_like(lse_HN)
-    rows, strides = rows_at(count, tiles), _strides(q_NHD, k_NKD, v_NKD, grad_NHD)
+    rows, strides = rows_at(count, tiles, key_rows), _strides(q_NHD, k_NKD, v_NKD, grad_NHD)
     _backward_queries[(-(-count // tiles.to_queries.queries) * heads,)](
         q_NHD, k_NKD, v_NKD, plan, out_NHD, grad_NHD, lse_HN, delta, dq, count, rows[1], window, scale, cap,
         *strides, **_compiled_in(q_NHD, k_NKD, window, cap, tiles.to_queries),
     )  # fmt: skip
-    blocks = -(-count // tiles.to_keys.keys)
-    parts, each = shares(blocks * key_heads, heads // key_heads)
-    to_both = torch.empty((2, parts, count, key_heads, size), dtype=q_NHD.dtype, device=q_NHD.device)
-    _backward_keys[(blocks * parts * key_heads,)](
-        q_NHD, k_NKD, v_NKD, plan, grad_NHD, lse_HN, delta, *to_both, count, rows[2], window, parts, each, scale, cap,
+    dk, dv = torch.empty((2, count, key_heads, size), dtype=q_NHD.dtype, device=q_NHD.device)
+    width = tiles.to_keys.keys * key_heads * size
+    slots = torch.empty((max(slot_count, 1), 2, width), dtype=torch.float32, device=q_NHD.device)
+    _backward_keys[(key_rows * key_heads,)](
+        q_NHD, k_NKD, v_NKD, plan, grad_NHD, lse_HN, delta, dk, dv, slots, count, rows[2], window, scale, cap,
         *strides, **_compiled_in(q_NHD, k_NKD, window, cap, tiles.to_keys),
     )  # fmt: skip
-    dk, dv = to_both[:, 0] if parts == 1 else to_both.sum(1)
+    if sum_rows:
+        grid = (sum_rows, -(-width // SUMMED["ELEMENTS"]))
+        _sum_slots[grid](plan, slots, dk, dv, dk.numel(), rows[3], WIDTH=width, **SUMMED)
     return dq, dk, dv
 
 

@@ -3,10 +3,14 @@
 It follows from `end`. Each key is followed by its subtree, so the keys of a block are seen by a contiguous run of
 queries, from the block's first token to its largest `end`, and all of them up to the smallest. So the plan takes two
 comparisons per pair of blocks, on the CPU. A window may leave gaps, so blocks are listed instead of given as ranges.
+
+Keys of a prompt that many trees share are seen by nearly all queries of a batch, keys of an answer by a few. So the
+list of a block of keys is divided among several programs if it is long; each writes its sum to a slot of its own.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -15,13 +19,15 @@ import torch
 from arborl.types import Ints
 
 PLAN_ROW = 4
-"""Numbers per row: the block; where its list of blocks of the other side begins in the plan; where the partially seen
+"""Numbers per row for queries: the block; where its list of blocks of keys begins in the plan; where the partially seen
 ones begin; where it ends."""
+KEY_ROW = 5
+"""Numbers per row for keys: those of `PLAN_ROW`, and the slot for its sum, or -1 if it has the block's whole list."""
+SUM_ROW = 3
+"""Numbers per block of keys with several rows: the block, its first slot, and the one after its last."""
 
-
-MIN_PROGRAMS = 1056
-"""Minimum number of programs for keys, as long as there are heads to divide among them: eight per multiprocessor of a
-large GPU."""
+KEY_PROGRAMS = 1056
+"""Number of programs among which the work for keys is divided evenly: eight per multiprocessor of a large GPU."""
 
 
 class Tile(NamedTuple):
@@ -55,36 +61,43 @@ def tiles_for(size: int, dtype: torch.dtype) -> Tiles | None:
     return next((tiles for most, tiles in table.items() if size <= most), None)
 
 
-def shares(work: int, group: int) -> tuple[int, int]:
-    """Number of parts into which the query heads of a key head are divided, and heads per part: as few as keep the
-    device busy."""
-    each = -(-group // min(group, -(-MIN_PROGRAMS // work)))
-    return -(-group // each), each
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """The plan of a batch. `numbers`: `end` and `depth` of each token, the rows of the three kernels, the rows of the
+    sums, and the lists that rows point into."""
+
+    numbers: np.ndarray
+    key_rows: int
+    sum_rows: int
+    slots: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.key_rows, self.sum_rows, self.slots
 
 
-def rows_at(count: int, tiles: Tiles) -> tuple[int, int, int]:
-    """Where each kernel's rows begin in a plan for `count` tokens."""
+def rows_at(count: int, tiles: Tiles, key_rows: int) -> tuple[int, int, int, int]:
+    """Where each kernel's rows begin in a plan for `count` tokens, and where the rows of the sums do."""
     first = 2 * count
     second = first + PLAN_ROW * -(-count // tiles.forward.queries)
-    return first, second, second + PLAN_ROW * -(-count // tiles.to_queries.queries)
+    third = second + PLAN_ROW * -(-count // tiles.to_queries.queries)
+    return first, second, third, third + KEY_ROW * key_rows
 
 
-def plan(end: Ints, depth: Ints, window: int | None, tiles: Tiles) -> np.ndarray:
-    """The plan of a batch in one array: `end`, `depth`, the rows of the three kernels, and the lists that these point
-    into."""
-    sides = [
-        (*seen(end, depth, window, tiles.forward), False),
-        (*seen(end, depth, window, tiles.to_queries), False),
-        (*seen(end, depth, window, tiles.to_keys), True),
-    ]
-    tables = [table(part.T, whole.T) if turned else table(part, whole) for part, whole, turned in sides]
-    start = 2 * len(end) + sum(rows.size for rows, _ in tables)
+def plan(end: Ints, depth: Ints, window: int | None, tiles: Tiles, key_heads: int) -> BlockPlan:
+    by_queries = [table(*seen(end, depth, window, tile)) for tile in (tiles.forward, tiles.to_queries)]
+    part, whole = seen(end, depth, window, tiles.to_keys)
+    rows, listed = table(part.T, whole.T)
+    key_rows, sums, slots = divide(rows, -(-len(listed) * key_heads // KEY_PROGRAMS))
+    tables = [*by_queries, (key_rows, listed)]
+    start = 2 * len(end) + sums.size + sum(rows.size for rows, _ in tables)
     placed = []
     for rows, listed in tables:
-        rows[:, 1:] += start
+        rows[:, 1:PLAN_ROW] += start
         start += len(listed)
         placed.append(rows.reshape(-1))
-    return np.concatenate([end, depth, *placed, *(listed for _, listed in tables)]).astype(np.int32)
+    numbers = np.concatenate([end, depth, *placed, sums.reshape(-1), *(listed for _, listed in tables)])
+    return BlockPlan(numbers.astype(np.int32), len(key_rows), len(sums), slots)
 
 
 def seen(end: Ints, depth: Ints, window: int | None, tile: Tile) -> tuple[np.ndarray, np.ndarray]:
@@ -108,4 +121,24 @@ def table(part: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     stop = np.cumsum(np.bincount(which, minlength=len(part)))
     begin = np.concatenate([[0], stop[:-1]])
     rows = np.stack([np.arange(len(part)), begin, begin + whole.sum(1), stop], axis=1)
-    return rows[np.argsort(begin - stop, kind="stable")], listed % columns
+    return longest_first(rows), listed % columns
+
+
+def longest_first(rows: np.ndarray) -> np.ndarray:
+    return rows[np.argsort(rows[:, 1] - rows[:, 3], kind="stable")]
+
+
+def divide(rows: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Rows for keys with at most `most` listed blocks each, rows of the sums, and the number of slots."""
+    block, begin, middle, stop = rows.T
+    count = -(-(stop - begin) // most)
+    which = np.repeat(np.arange(len(rows)), count)
+    part = np.arange(len(which)) - (np.cumsum(count) - count)[which]
+    length = (stop - begin)[which]
+    first, past = (begin[which] + length * at // count[which] for at in (part, part + 1))
+    divided = count[which] > 1
+    slot = np.where(divided, np.cumsum(divided) - 1, -1)
+    key_rows = np.stack([block[which], first, middle[which].clip(first, past), past, slot], axis=1)
+    slots = np.cumsum(np.where(count > 1, count, 0))
+    sums = np.stack([block, slots - count, slots], axis=1)[count > 1]
+    return longest_first(key_rows), sums, int(divided.sum())

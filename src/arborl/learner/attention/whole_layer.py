@@ -37,8 +37,8 @@ class LayerSettings:
     epsilon: float
     """Of both norms."""
     head_epsilon: float
-    attention: tuple[float, int, float, Tiles | None]
-    """Scale, window, cap and tiles, as in `tree_kernels.forward`."""
+    attention: tuple[tuple[int, int, int], float, int, float, Tiles | None]
+    """Sizes of the plan, scale, window, cap and tiles, as in `tree_kernels.forward`."""
 
 
 def whole_layer(layer: Any, x_NE: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFunction) -> Tensor | None:
@@ -56,17 +56,18 @@ def whole_layer(layer: Any, x_NE: Tensor, cos: Tensor, sin: Tensor, attend: Atte
     norms = (layer.input_layernorm, layer.post_attention_layernorm)
     head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
     limits, size = getattr(attention, LIMITS_ATTRIBUTE), attention.head_dim
+    plan, plan_sizes = attend.plans[limits.window]
     settings = LayerSettings(
         fused,
         len(fused.weight) // size // (attention.num_key_value_groups + 2),
         size,
         epsilon(norms[0]),
         0.0 if head_norms is None else epsilon(head_norms[0]),
-        (attention.scaling, limits.window or 0, limits.cap or 0.0, attend.tiles),
+        (plan_sizes, attention.scaling, limits.window or 0, limits.cap or 0.0, attend.tiles),
     )
     head_weights = (None, None) if head_norms is None else (head_norms[0].weight, head_norms[1].weight)
     out: Tensor = _WholeLayer.apply(
-        settings, x_NE.contiguous(), cos, sin, attend.plans[limits.window], norms[0].weight, norms[1].weight,
+        settings, x_NE.contiguous(), cos, sin, plan, norms[0].weight, norms[1].weight,
         *head_weights, *weights, *fused.weights, *fused.biases,
     )  # fmt: skip
     return out
@@ -118,7 +119,8 @@ class _WholeLayer(Function):
         to_middle.add_(to_out)
         to_attended = (to_middle @ w_out).view(attended.shape)
         to_w_out = to_middle.T @ attended.flatten(1)
-        to_heads = tree_kernels.backward(q, k, v, plan, attended, to_attended, lse, *settings.attention)
+        plan_sizes, *limits = settings.attention
+        to_heads = tree_kernels.backward(q, k, v, plan, plan_sizes, attended, to_attended, lse, *limits)
         to_qkv, to_head_norms = layer_kernels.rotated_heads_backward(
             *to_heads, qkv_NJD, q_norm, k_norm, cos, sin, settings.head_epsilon
         )
