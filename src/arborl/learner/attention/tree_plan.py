@@ -1,8 +1,8 @@
 """Which blocks of keys each block of queries attends to: the plan of the kernels in `tree_kernels.py`.
 
 It follows from `end`. Each key is followed by its subtree, so the keys of a block are seen by a contiguous run of
-queries, from the block's first token to its largest `end`, and all of them up to the smallest. So the plan takes two
-comparisons per pair of blocks, on the CPU. A window may leave gaps, so blocks are listed instead of given as ranges.
+queries, from the block's first token to its largest `end`, and all of them up to the smallest. The CPU computes the
+plan in time linear in its size. A window may leave gaps, so blocks are listed instead of given as ranges.
 
 Keys of a prompt that many trees share are seen by nearly all queries of a batch, keys of an answer by a few. So the
 list of a block of keys is divided among several programs if it is long; each writes its sum to a slot of its own.
@@ -85,9 +85,9 @@ def rows_at(count: int, tiles: Tiles, key_rows: int) -> tuple[int, int, int, int
 
 
 def plan(end: Ints, depth: Ints, window: int | None, tiles: Tiles, key_heads: int) -> BlockPlan:
-    by_queries = [table(*seen(end, depth, window, tile)) for tile in (tiles.forward, tiles.to_queries)]
-    part, whole = seen(end, depth, window, tiles.to_keys)
-    rows, listed = table(part.T, whole.T)
+    pairs = [visible_pairs(end, depth, window, tile) for tile in tiles]
+    by_queries = [table(one.query, one.key, one.whole) for one in pairs[:2]]
+    rows, listed = table(pairs[2].key, pairs[2].query, pairs[2].whole)
     key_rows, sums, slots = divide(rows, -(-len(listed) * key_heads // KEY_PROGRAMS))
     tables = [*by_queries, (key_rows, listed)]
     start = 2 * len(end) + sums.size + sum(rows.size for rows, _ in tables)
@@ -100,28 +100,43 @@ def plan(end: Ints, depth: Ints, window: int | None, tiles: Tiles, key_heads: in
     return BlockPlan(numbers.astype(np.int32), len(key_rows), len(sums), slots)
 
 
-def seen(end: Ints, depth: Ints, window: int | None, tile: Tile) -> tuple[np.ndarray, np.ndarray]:
-    """For each block of queries and block of keys, whether it is seen partially, and whether completely."""
-    queries, keys = np.arange(0, len(end), tile.queries), np.arange(0, len(end), tile.keys)
-    first_q, past_q = queries[:, None], queries[:, None] + tile.queries
-    some = (keys[None] < past_q) & (first_q < np.maximum.reduceat(end, keys)[None])
-    whole = (keys[None] + tile.keys - 1 <= first_q) & (past_q <= np.minimum.reduceat(end, keys)[None])
+class BlockPairs(NamedTuple):
+    """Blocks of keys and of queries of which some pair of tokens is visible, and whether all pairs are."""
+
+    key: Ints
+    query: Ints
+    whole: np.ndarray
+
+
+def visible_pairs(end: Ints, depth: Ints, window: int | None, tile: Tile) -> BlockPairs:
+    """In the order of keys, then queries."""
+    keys = np.arange(0, len(end), tile.keys)
+    first = keys // tile.queries
+    count = -(-np.maximum.reduceat(end, keys) // tile.queries) - first
+    key = np.repeat(np.arange(len(keys)), count)
+    query = np.arange(len(key)) - np.repeat(np.cumsum(count) - count - first, count)
+    begin, past = query * tile.queries, (query + 1) * tile.queries
+    whole = ((key + 1) * tile.keys - 1 <= begin) & (past <= np.minimum.reduceat(end, keys)[key])
     if window is not None:
+        queries = np.arange(0, len(end), tile.queries)
         shallow, deep = np.minimum.reduceat, np.maximum.reduceat
-        some &= shallow(depth, queries)[:, None] - deep(depth, keys)[None] < window
-        whole &= deep(depth, queries)[:, None] - shallow(depth, keys)[None] < window
-    return some & ~whole, some & whole
+        whole &= deep(depth, queries)[query] - shallow(depth, keys)[key] < window
+        some = shallow(depth, queries)[query] - deep(depth, keys)[key] < window
+        key, query, whole = key[some], query[some], whole[some]
+    return BlockPairs(key, query, whole)
 
 
-def table(part: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows that point into a list, longest first so that the device does not wait for a long one at the end; and the
-    list."""
-    columns = part.shape[1]
-    which, listed = np.nonzero(np.concatenate([whole, part], axis=1))
-    stop = np.cumsum(np.bincount(which, minlength=len(part)))
-    begin = np.concatenate([[0], stop[:-1]])
-    rows = np.stack([np.arange(len(part)), begin, begin + whole.sum(1), stop], axis=1)
-    return longest_first(rows), listed % columns
+def table(block: Ints, other: Ints, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows, one per block, that point into a list, longest first so that the device does not wait for a long one at the
+    end; and the list: the blocks of the other side, completely visible ones first."""
+    order = np.concatenate([np.flatnonzero(whole), np.flatnonzero(~whole)])
+    count = np.bincount(block)
+    kind = np.uint16 if len(count) < 2**16 else np.int64  # numpy sorts 16 bits in linear time
+    order = order[np.argsort(block[order].astype(kind), kind="stable")]
+    stop = np.cumsum(count)
+    begin = stop - count
+    middle = begin + np.bincount(block[whole], minlength=len(count))
+    return longest_first(np.stack([np.arange(len(count)), begin, middle, stop], axis=1)), other[order]
 
 
 def longest_first(rows: np.ndarray) -> np.ndarray:
