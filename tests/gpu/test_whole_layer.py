@@ -144,5 +144,26 @@ def test_models_on_a_gpu_use_it_and_pass_the_check(kind, dtype, monkeypatch):
     ops = fused_layers.FUSED_OPS._replace(whole_layer=counted)
     monkeypatch.setattr(path_selection, "FUSED_OPS", ops)
     assert path_error(model, ExecutionPath("kernel", fused=True)) is None
-    assert used
-    assert all(used)
+    assert used == [False, True] * 3  # each of the three layers, with and without a recorder of keys
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "output", "gradient"])
+def test_the_check_of_a_model_includes_it(device, wrong, monkeypatch):
+    model = model_of("llama").to(device)
+
+    def make_attention(model, batch, path):
+        if path.attention != "kernel":
+            return DenseAttention(batch, device)
+        attend = TritonTreeAttention(batch, device)
+        attend.prepare([], 2, 16, torch.float32, SMALL)
+        return attend
+
+    def defective(layer, x, *given):
+        out = whole_layer(layer, x, *given)
+        if out is None or wrong == "nothing":
+            return out
+        return out + 0.1 * (out - x) if wrong == "output" else out.detach() + 0.9 * (out - out.detach())
+
+    monkeypatch.setattr(path_selection, "_make_attention", make_attention)
+    monkeypatch.setattr(path_selection, "FUSED_OPS", fused_layers.FUSED_OPS._replace(whole_layer=defective))
+    assert (path_error(model, ExecutionPath("kernel", fused=True)) is None) == (wrong == "nothing")

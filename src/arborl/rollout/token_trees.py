@@ -77,8 +77,11 @@ def build_token_trees(groups: Sequence[Group], schema_masks: SchemaMasks | None 
     """One tree for each group, from the calls of its surviving episodes, and the terms of all of them. Terms are in the
     order of group, episode, call, token. Advantage and weight are 0; the algorithm sets them."""
     trees: list[TokenTree] = []
-    columns: list[tuple[Ints, ...]] = []
+    position: list[Ints] = []
+    token: list[Ints] = []
+    numbers: list[tuple[int, int, int, int]] = []  # of each trained call: its tree, its episode, the call, its turn
     logprobs: list[float] = []
+    versions: list[int] = []
     drawn: list[SamplingDistribution | None] = []
     raw = episodes = calls = 0
     for group in groups:
@@ -87,26 +90,33 @@ def build_token_trees(groups: Sequence[Group], schema_masks: SchemaMasks | None 
         path = iter(paths)
         for episode, some in zip(group.valid_episodes, rows, strict=True):
             raw += _unshared_tokens(some)
-            for call in episode.calls:
+            row = iter(some)
+            for number, call in enumerate(episode.calls, start=calls):
                 if call.trained:
-                    columns.append(_term_columns(call, next(path), len(trees), episodes, calls))
-                    logprobs.extend(call.completion.logprobs)
-                    drawn.extend([call.drawn] * len(call.completion.tokens))
-                calls += 1
+                    begin, completion = len(call.prompt), call.completion
+                    count = len(completion.tokens)
+                    if count and begin == 0:
+                        raise ValueError(
+                            "a call with an empty prompt cannot be trained: nothing predicts its first token"
+                        )
+                    numbers.append((len(trees), episodes, number, call.turn))
+                    position.append(next(path)[begin - 1 : begin - 1 + count])
+                    token.append(next(row).array[begin:].astype(np.int64))
+                    logprobs.extend(completion.logprobs)
+                    versions.extend(completion.versions or [completion.version] * count)
+                    drawn.extend([call.drawn] * count)
+            calls += len(episode.calls)
             episodes += 1
         trees.append(tree)
-    tree_of, position, token, episode_of, call_of, turn, version = (
-        (_concatenate(column) for column in zip(*columns, strict=True))
-        if columns
-        else (_concatenate(()) for _ in range(7))
-    )
-    advantage, weight = np.zeros(len(token)), np.zeros(len(token))
-    proximal, reference, value, target, after, teacher = (np.full(len(token), np.nan) for _ in range(6))
-    old = np.asarray(logprobs, dtype=np.float64)
+    constants = np.array(numbers, dtype=np.int64).reshape(-1, 4).repeat([len(one) for one in token], axis=0)
+    tree_of, episode_of, call_of, turn = np.ascontiguousarray(constants.T)
+    old, version = np.array(logprobs, dtype=np.float64), np.array(versions, dtype=np.int64)
+    advantage, weight = np.zeros(len(old)), np.zeros(len(old))
+    proximal, reference, value, target, after, teacher = (np.full(len(old), np.nan) for _ in range(6))
     terms = Terms(
-        tree_of, position, token, old, advantage, weight, episode_of, call_of, turn, version,
-        proximal, reference, value, target, after, teacher, _distributions(drawn), np.arange(len(token)),
-        _allowed_tokens(groups, schema_masks),
+        tree_of, _concatenate(position), _concatenate(token), old, advantage, weight,
+        episode_of, call_of, turn, version, proximal, reference, value, target, after, teacher,
+        _distributions(drawn), np.arange(len(old)), _allowed_tokens(groups, schema_masks),
     )  # fmt: skip
     return Forest(tuple(trees), terms, raw)
 
@@ -133,22 +143,6 @@ def _distributions(drawn: Sequence[SamplingDistribution | None]) -> Floats | Non
     if not any(drawn):
         return None
     return np.asarray([one or UNKNOWN_DISTRIBUTION for one in drawn], dtype=np.float64)
-
-
-def _term_columns(call: Call, nodes: Ints, tree: int, episode: int, number: int) -> tuple[Ints, ...]:
-    sampled = call.completion.tokens
-    count, begin = len(sampled), len(call.prompt)
-    if count and begin == 0:
-        raise ValueError("a call with an empty prompt cannot be trained: nothing predicts its first token")
-    constants = (np.full(count, value, dtype=np.int64) for value in (episode, number, call.turn))
-    versions = call.completion.versions or call.completion.version
-    return (
-        np.full(count, tree, dtype=np.int64),
-        nodes[begin - 1 : begin - 1 + count],
-        np.asarray(sampled, dtype=np.int64),
-        *constants,
-        np.full(count, versions, dtype=np.int64),
-    )
 
 
 def _unshared_tokens(rows: Sequence[Tokens]) -> int:
