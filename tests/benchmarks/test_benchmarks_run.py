@@ -296,11 +296,3 @@ def test_http_clients_are_measured_on_the_same_requests():
     rows = run_benchmark("http_client.py", "--calls", "40", "--concurrency", "4", "--repeats", "1")
     assert [row["client"] for row in rows] == ["arborl", "httpx", "aiohttp"]
     assert all(row["calls_a_second"] > 0 and row["us_a_call"] > 0 for row in rows)
-
-
-@pytest.mark.slow
-def test_update_host_benchmark_measures_a_gpus_update_without_a_gpu():
-    pytest.importorskip("triton")
-    (row,) = run_benchmark("update_host.py", "--layers", "2", "--repeats", "2")
-    assert row["launches"] == 2 * 11 + 4  # per layer; final norm and logits, forward and backward
-    assert row["update_ms"] > 0

@@ -9,11 +9,17 @@ import pytest
 import torch
 from torch.autograd import Function
 from torch.nn.functional import rms_norm, silu
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from arborl.learner.attention import fused_layers
 from arborl.learner.attention.fused_layers import FUSED_OPS, fused_head
-from arborl.learner.attention.path_selection import DENSE, ExecutionPath, path_error
+from arborl.learner.attention.kernel_attention import TritonTreeAttention
+from arborl.learner.attention.path_selection import DENSE, ExecutionPath, path_error, sample_micro_batch
+from arborl.learner.attention.tree_plan import Tile, Tiles
+from arborl.learner.core.memory_plan import model_sizes
 from arborl.learner.core.tree_forward import _unfused_head, compute_outputs
-from arborl.models.fast_forward import rotated_heads, signed_sin
+from arborl.models.attention import ATTENTION_NAME
+from arborl.models.fast_forward import prepare, rotated_heads, run_layer, signed_sin
 from arborl.models.sampling import DistributionParams
 from arborl.types import Sampling
 
@@ -154,8 +160,6 @@ def test_a_model_runs_through_them_as_without(device, tiny_llama, caplog):
 
 @pytest.mark.parametrize("how", [Sampling(temperature=0.8), Sampling(top_k=5)], ids=["whole", "truncated"])
 def test_whatever_was_sampled_from(device, tiny_llama, how):
-    from arborl.learner.attention.path_selection import sample_micro_batch
-
     model = copy.deepcopy(tiny_llama).float().to(device)
     batch = sample_micro_batch(model, False, 12)
     ours, theirs = (
@@ -163,3 +167,41 @@ def test_whatever_was_sampled_from(device, tiny_llama, how):
     )
     torch.testing.assert_close(ours.logprob_M, theirs.logprob_M, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(ours.entropy_M, theirs.entropy_M, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "kind", [(LlamaForCausalLM, LlamaConfig), (Qwen3ForCausalLM, Qwen3Config)], ids=["llama", "qwen3"]
+)
+def test_a_layer_keeps_as_many_bytes_for_its_backward_pass_as_the_memory_forecast_counts(device, kind, monkeypatch):
+    from arborl.learner.attention import layer_kernels
+
+    sizes = {"vocab_size": 90, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "head_dim": 16}
+    model = kind[0](kind[1](**sizes, num_attention_heads=6, num_key_value_heads=2)).eval().to(device)
+    model.set_attn_implementation(ATTENTION_NAME)
+    layer, kept = model.base_model.layers[1], {}
+    prepare(layer)
+    batch = sample_micro_batch(model, False, 20)
+    x = torch.randn(len(batch), 48, device=device, requires_grad=True)
+    cos, sin = model.base_model.rotary_emb(x[None], torch.as_tensor(batch.depth, device=device)[None])
+    cos, sin = cos[0, :, None], signed_sin(sin[0, :, None])
+    attend = TritonTreeAttention(batch, device)
+    attend.prepare([], 2, 16, torch.float32, Tiles(*[Tile(16, 16, 4, 1)] * 3))
+
+    def heads(qkv, norms, key_heads, cos, sin):
+        weights = (None, None) if norms is None else tuple(norm.weight for norm in norms)
+        return fused_layers._RotatedHeads.apply(qkv, *weights, cos, sin, key_heads, 1e-6)
+
+    monkeypatch.setattr(fused_layers, "_kernels", lambda x: layer_kernels)  # those of a GPU on a CPU too
+    not_counted = {
+        tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), cos, sin, attend.plans[None][0])
+    }
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run_layer(layer, x, cos, sin, attend, ops=FUSED_OPS._replace(heads=heads))
+    bytes_per_token = sum(size for address, size in kept.items() if address not in not_counted) / len(x)
+    small = 4 * (model.config.num_attention_heads + 2)  # per token: sums of attention, scales of two norms
+    assert bytes_per_token - small == model_sizes(model).layer(uses_fused_layers=True)

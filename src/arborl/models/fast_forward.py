@@ -42,8 +42,6 @@ class LayerFunctions(NamedTuple):
     """As `rotated_heads`."""
     gated: Callable[[nn.Module, Tensor, Tensor], Tensor]
     norm: Callable[[nn.Module, Tensor], Tensor]
-    whole_layer: Callable[[Any, Tensor, Tensor, Tensor, AttentionFunction], Tensor | None] = lambda *given: None
-    """The output of a layer in one function; None for a layer that it does not support."""
 
 
 def has_fast_forward(model: PreTrainedModel) -> bool:
@@ -136,10 +134,8 @@ def run_layer(
     """Output of a layer; behind attention at `rows` only. Attention gets layer number 0: a different number would be
     compiled in for every layer. Gate and up stay separate, because concatenating their gradients costs more than one
     product saves."""
-    if ops is not None and rows is None and (out := ops.whole_layer(layer, x_NE, cos, sin, attend)) is not None:
-        return out
     attention, mlp = layer.self_attn, layer.mlp
-    heads, gate, normed = (rotated_heads, gated_activation, norm) if ops is None else ops[:3]
+    heads, gate, normed = (rotated_heads, gated_activation, norm) if ops is None else ops
     fused = getattr(attention, FUSED_ATTRIBUTE)
     qkv = fused(normed(layer.input_layernorm, x_NE)).unflatten(-1, (-1, attention.head_dim))
     head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None

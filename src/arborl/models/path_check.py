@@ -127,17 +127,12 @@ def matrices(layer: nn.Module) -> list[Tensor]:
     return [p for p in layer.parameters() if p.requires_grad and p.ndim > 1]
 
 
-def outputs(
-    run: RunLayer, x_NE: Tensor, attend: AttentionFunction, parameters: Sequence[Tensor], keys: bool = True
-) -> Outputs:
-    """`keys`: record the keys that the layer gives to its attention function."""
+def outputs(run: RunLayer, x_NE: Tensor, attend: AttentionFunction, parameters: Sequence[Tensor]) -> Outputs:
     recorder, with_grad = InputRecorder(attend), torch.is_grad_enabled()
     x_NE = x_NE.detach().requires_grad_(with_grad)
-    y_NE = run(x_NE, recorder if keys else attend)
-    found = {"output": difference(y_NE, x_NE).detach()}
-    if keys:
-        (_, key_NKD, _), _, _ = next(iter(recorder.inputs.values()))
-        found["key"] = key_NKD.detach().flatten(1)
+    y_NE = run(x_NE, recorder)
+    (_, key_NKD, _), _, _ = next(iter(recorder.inputs.values()))
+    found = {"output": difference(y_NE, x_NE).detach(), "key": key_NKD.detach().flatten(1)}
     if with_grad:
         upstream = _upstream(y_NE)
         to_x, *to_parameters = torch.autograd.grad(y_NE, [x_NE, *parameters], upstream)
@@ -177,9 +172,8 @@ def excess(
     """The largest ratio of error to allowed error, and its output: above 1 the path is wrong. Rows are tokens, compared
     one by one, except for gradients of matrices, which sum over tokens."""
     worst = (0.0, "")
-    for name, output in found.items():
-        true = exact[name]
-        ours, theirs = measure(output, true), measure(library[name], true)
+    for name, true in exact.items():
+        ours, theirs = measure(found[name], true), measure(library[name], true)
         if name.startswith(MATRIX):
             ours, theirs = ours.mean(0, keepdim=True), theirs.mean(0, keepdim=True)
         allowed = FACTOR * torch.maximum(theirs, theirs.median()) + FLOOR.get(dtype, FLOOR[torch.float32])
@@ -194,15 +188,12 @@ def check_layers(
     library_attend: AttentionFunction,
     tokens: Sequence[int],
     positions: Sequence[int],
-    whole: bool = False,
 ) -> str | None:
-    """How this execution path of the model's layers differs from the library; None if it matches. With `whole`, layers
-    are also run without a recorder of their keys, which functions that contain attention do not support."""
+    """How this execution path of the model's layers differs from the library; None if it matches."""
     for case in layer_cases(model, tokens, positions, library_attend):
-        for keys in (True, False) if whole else (True,):
-            found = outputs(run(case), case.x, attend, matrices(case.layer), keys)
-            if (reason := check_case(case, found)) is not None:
-                return reason
+        found = outputs(run(case), case.x, attend, matrices(case.layer))
+        if (reason := check_case(case, found)) is not None:
+            return reason
     return None
 
 

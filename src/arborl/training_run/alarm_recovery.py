@@ -98,7 +98,8 @@ class AlarmRecovery:
             self.rollbacks.append(back)
             self._write(home)
             self._discard(home)
-            stopped.restarts, stopped.message = True, f"Rolled back: {back}."
+            default = " (the default rate)" if factor == max_factor else ""
+            stopped.restarts, stopped.message = True, f"Rolled back: {back}{default}."
             log.warning("%s", stopped.message)
             return
         self.stopped = alarm

@@ -10,5 +10,4 @@ In reading order:
     cpu_kernels.py       Attention and layers in C, for float32 on a CPU
     fused_layers.py      Fused layers as differentiable torch operations
     layer_kernels.py     The Triton kernels of the fused layers
-    whole_layer.py       A layer as one differentiable operation on a GPU
 """

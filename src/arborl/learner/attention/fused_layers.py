@@ -11,7 +11,6 @@ from torch.autograd import Function
 from transformers import PreTrainedModel
 
 from arborl.learner.attention import cpu_kernels
-from arborl.learner.attention.whole_layer import SILU, whole_layer
 from arborl.models.attention import raw_head_logits
 from arborl.models.fast_forward import (
     HeadNorms,
@@ -22,6 +21,8 @@ from arborl.models.fast_forward import (
     rotated_heads,
 )
 from arborl.models.sampling import DistributionParams
+
+SILU = ("SiLU", "SiLUActivation")
 
 
 def supports_fused_layers(model: PreTrainedModel) -> bool:
@@ -146,7 +147,7 @@ def _fused_gate(act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
     return _Gate.apply(gate, up) if type(act).__name__ in SILU else gated_activation(act, gate, up)
 
 
-FUSED_OPS = LayerFunctions(_fused_heads, _fused_gate, _fused_norm, whole_layer)
+FUSED_OPS = LayerFunctions(_fused_heads, _fused_gate, _fused_norm)
 
 
 def fused_head(

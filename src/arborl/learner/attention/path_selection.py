@@ -217,8 +217,7 @@ def path_error(model: PreTrainedModel, path: ExecutionPath) -> str | None:
         if not has_fast_forward(model):
             return check_attention(model, attend, dense, tokens, positions)
         run = partial(layer_runner, ops=FUSED_OPS if path.fused else None)
-        whole = path.fused and isinstance(attend, TritonTreeAttention)
-        error = check_layers(model, run, attend, dense, tokens, positions, whole)
+        error = check_layers(model, run, attend, dense, tokens, positions)
         return _head_error(model, tokens, positions, dense) if path.fused and error is None else error
     except torch.OutOfMemoryError:
         raise

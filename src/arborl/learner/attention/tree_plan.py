@@ -26,8 +26,8 @@ KEY_ROW = 5
 SUM_ROW = 3
 """Numbers per block of keys with several rows: the block, its first slot, and the one after its last."""
 
-KEY_PROGRAMS = 1056
-"""Number of programs among which the work for keys is divided evenly: eight per multiprocessor of a large GPU."""
+KEY_PROGRAMS = 528
+"""Number of programs among which the work for keys is divided evenly: four per multiprocessor of a large GPU."""
 
 
 class Tile(NamedTuple):
