@@ -9,16 +9,26 @@ import pytest
 import torch
 from torch.autograd import Function
 from torch.nn.functional import rms_norm, silu
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from arborl.learner.attention import fused_layers
 from arborl.learner.attention.fused_layers import FUSED_OPS, fused_head
 from arborl.learner.attention.kernel_attention import TritonTreeAttention
 from arborl.learner.attention.path_selection import DENSE, ExecutionPath, path_error, sample_micro_batch
+from arborl.learner.attention.tree_attention import DenseAttention
 from arborl.learner.attention.tree_plan import Tile, Tiles
 from arborl.learner.core.memory_plan import model_sizes
 from arborl.learner.core.tree_forward import _unfused_head, compute_outputs
-from arborl.models.attention import ATTENTION_NAME
+from arborl.models.attention import ATTENTION_NAME, attention_layout
 from arborl.models.fast_forward import prepare, rotated_heads, run_layer, signed_sin
 from arborl.models.sampling import DistributionParams
 from arborl.types import Sampling
@@ -169,29 +179,64 @@ def test_whatever_was_sampled_from(device, tiny_llama, how):
     torch.testing.assert_close(ours.entropy_M, theirs.entropy_M, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "kind", [(LlamaForCausalLM, LlamaConfig), (Qwen3ForCausalLM, Qwen3Config)], ids=["llama", "qwen3"]
-)
-def test_a_layer_keeps_as_many_bytes_for_its_backward_pass_as_the_memory_forecast_counts(device, kind, monkeypatch):
-    from arborl.learner.attention import layer_kernels
+KINDS = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 7}),
+}
 
+
+def layer_of(kind, device):
+    """A layer of a model, its inputs over a small tree, and attention by the kernels and by dense masks."""
+    torch.manual_seed(0)
+    cls, config, more = KINDS[kind]
     sizes = {"vocab_size": 90, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "head_dim": 16}
-    model = kind[0](kind[1](**sizes, num_attention_heads=6, num_key_value_heads=2)).eval().to(device)
+    model = cls(config(**sizes | {"num_attention_heads": 6, "num_key_value_heads": 2} | more)).eval().to(device)
     model.set_attn_implementation(ATTENTION_NAME)
-    layer, kept = model.base_model.layers[1], {}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    layer = model.base_model.layers[1]
     prepare(layer)
     batch = sample_micro_batch(model, False, 20)
     x = torch.randn(len(batch), 48, device=device, requires_grad=True)
     cos, sin = model.base_model.rotary_emb(x[None], torch.as_tensor(batch.depth, device=device)[None])
-    cos, sin = cos[0, :, None], signed_sin(sin[0, :, None])
-    attend = TritonTreeAttention(batch, device)
-    attend.prepare([], 2, 16, torch.float32, Tiles(*[Tile(16, 16, 4, 1)] * 3))
+    kernel = TritonTreeAttention(batch, device)
+    kernel.prepare(attention_layout(model).windows, 2, 16, torch.float32, Tiles(*[Tile(16, 16, 4, 1)] * 3))
+    return model, layer, x, cos[0, :, None], signed_sin(sin[0, :, None]), kernel, DenseAttention(batch, device)
+
+
+def gpu_functions(monkeypatch):
+    """The functions of a layer on a GPU, on a CPU too."""
+    from arborl.learner.attention import layer_kernels
 
     def heads(qkv, norms, key_heads, cos, sin):
         weights = (None, None) if norms is None else tuple(norm.weight for norm in norms)
         return fused_layers._RotatedHeads.apply(qkv, *weights, cos, sin, key_heads, 1e-6)
 
-    monkeypatch.setattr(fused_layers, "_kernels", lambda x: layer_kernels)  # those of a GPU on a CPU too
+    monkeypatch.setattr(fused_layers, "_kernels", lambda x: layer_kernels)
+    return FUSED_OPS._replace(heads=heads)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_value_and_gradients_of_a_layer_are_those_of_torchs_operations(device, kind, monkeypatch):
+    ops = gpu_functions(monkeypatch)
+    _, layer, x, cos, sin, kernel, dense = layer_of(kind, device)
+    results = []
+    for attend, functions in ((kernel, ops), (dense, None)):
+        out = run_layer(layer, x, cos, sin, attend, ops=functions)
+        slope = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out)
+        results.append([out.detach(), *torch.autograd.grad((out * slope).sum(), (x, *layer.parameters()))])
+    for ours, theirs in zip(*results, strict=True):
+        assert float((ours - theirs).norm()) <= 2e-5 * float(theirs.norm()) + 1e-6
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_layer_keeps_as_many_bytes_for_its_backward_pass_as_the_memory_forecast_counts(device, kind, monkeypatch):
+    ops, kept = gpu_functions(monkeypatch), {}
+    model, layer, x, cos, sin, attend, _ = layer_of(kind, device)
     not_counted = {
         tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), cos, sin, attend.plans[None][0])
     }
@@ -201,7 +246,7 @@ def test_a_layer_keeps_as_many_bytes_for_its_backward_pass_as_the_memory_forecas
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        run_layer(layer, x, cos, sin, attend, ops=FUSED_OPS._replace(heads=heads))
+        run_layer(layer, x, cos, sin, attend, ops=ops)
     bytes_per_token = sum(size for address, size in kept.items() if address not in not_counted) / len(x)
     small = 4 * (model.config.num_attention_heads + 2)  # per token: sums of attention, scales of two norms
     assert bytes_per_token - small == model_sizes(model).layer(uses_fused_layers=True)

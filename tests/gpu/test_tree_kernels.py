@@ -115,13 +115,16 @@ def test_sixteen_bits(device, dtype, bounds):
     check(bush(2, trees=1, branches=3, stem=33, twig=9), device, (2, 1, 16), dtype, bounds, SMALL)
 
 
-@pytest.mark.parametrize("programs", [1, 20, 10_000])
+@pytest.mark.parametrize(("programs", "slots"), [(1, 16), (10, 16), (10_000, 16), (10_000, 2)])
 @pytest.mark.parametrize("shape", [(5, 1, 16), (4, 2, 20)], ids=str)
 @pytest.mark.parametrize("bounds", [NO_LIMITS, AttentionLimits(7, 5.0)], ids=str)
 def test_it_does_not_matter_among_how_many_programs_the_queries_of_a_key_are_divided(
-    device, monkeypatch, programs, shape, bounds
+    device, monkeypatch, programs, slots, shape, bounds
 ):
+    from arborl.learner.attention import tree_kernels
+
     monkeypatch.setattr(tree_plan, "KEY_PROGRAMS", programs)
+    monkeypatch.setitem(tree_kernels.SUMMED, "SLOTS", slots)  # slots that are read at once
     check(bush(3, trees=2, branches=3, stem=20, twig=29), device, shape, bounds=bounds, tiles=SMALL)
 
 
@@ -178,7 +181,9 @@ def test_no_size_of_batch_compiles_a_kernel_anew():
     from arborl.learner.attention import tree_kernels
 
     device = torch.device("cuda")
-    kernels = (tree_kernels._forward, tree_kernels._backward_queries, tree_kernels._backward_keys)
+    kernels = (
+        tree_kernels._forward, tree_kernels._backward_queries, tree_kernels._backward_keys, tree_kernels._sum_slots,
+    )  # fmt: skip
 
     def compiled() -> int:
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())

@@ -48,7 +48,7 @@ def forest(seed: int, longest: int):
     longest=st.integers(2, 60),
     window=st.sampled_from([None, 1, 5, 30]),
     sides=st.tuples(SIDES, SIDES, SIDES),
-    programs=st.sampled_from([1, 20, 1056]),
+    programs=st.sampled_from([1, 20, KEY_PROGRAMS]),
 )
 def test_each_pair_that_is_seen_is_in_one_listed_block_and_in_whole_ones_all_are_seen(
     seed, longest, window, sides, programs
@@ -120,7 +120,7 @@ def test_no_program_for_keys_has_more_than_an_even_share_of_the_work(kind, key_h
     assert made.slots <= 2 * KEY_PROGRAMS / key_heads  # so that they take little memory
 
 
-def test_an_even_batch_is_hardly_divided():
+def test_lists_that_are_not_too_long_are_not_divided():
     rows = np.array([[block, 10 * block, 10 * block + 4, 10 * block + 10] for block in range(5)])
     divided, sums, slots = divide(rows, 10)
     assert (divided[:, 4] == -1).all()

@@ -285,4 +285,4 @@ def test_a_rate_100_times_too_high_is_lowered_by_a_rollback_and_the_run_learns(t
     assert summary["after"]["success"] > summary["before"]["success"] + 0.2
     assert [row["step"] for row in settled(home)] == list(range(21))
     assert max(rates(home)) <= 6.001e-4  # the default rate
-    assert "learning rate times 0.01 (the default rate)" in (home / "run.log").read_text()
+    assert "learning rate times 0.01, which gives the default rate" in (home / "run.log").read_text()

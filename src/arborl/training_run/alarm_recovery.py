@@ -98,7 +98,7 @@ class AlarmRecovery:
             self.rollbacks.append(back)
             self._write(home)
             self._discard(home)
-            default = " (the default rate)" if factor == max_factor else ""
+            default = ", which gives the default rate" if factor == max_factor else ""
             stopped.restarts, stopped.message = True, f"Rolled back: {back}{default}."
             log.warning("%s", stopped.message)
             return

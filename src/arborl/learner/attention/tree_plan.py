@@ -2,7 +2,8 @@
 
 It follows from `end`. Each key is followed by its subtree, so the keys of a block are seen by a contiguous run of
 queries, from the block's first token to its largest `end`, and all of them up to the smallest. The CPU computes the
-plan in time linear in its size. A window may leave gaps, so blocks are listed instead of given as ranges.
+plan in time linear in the number of such pairs of blocks. A window may leave gaps, so blocks are listed instead of
+given as ranges.
 
 Keys of a prompt that many trees share are seen by nearly all queries of a batch, keys of an answer by a few. So the
 list of a block of keys is divided among several programs if it is long; each writes its sum to a slot of its own.
@@ -27,7 +28,8 @@ SUM_ROW = 3
 """Numbers per block of keys with several rows: the block, its first slot, and the one after its last."""
 
 KEY_PROGRAMS = 528
-"""Number of programs among which the work for keys is divided evenly: four per multiprocessor of a large GPU."""
+"""No program for keys does more than one part in so many of the work of all heads, or one pair of blocks: four programs
+per multiprocessor of a large GPU."""
 
 
 class Tile(NamedTuple):

@@ -20,8 +20,8 @@ MAX_LOGITS = 2**31 - 1  # in one tensor, whose numbers 32 bits can index
 UNFUSED_HEAD_FACTOR = 4  # an unfused head takes this many times as many bytes per logit, so its chunks are smaller
 LARGE_MICRO_BATCH_SIZES = (65_536, 32_768)
 """Tokens per micro-batch that are tried first on a GPU with fused layers, if they leave the KV cache its full size. The
-host launches the kernels of a micro-batch in a time that does not depend on its size: with a small model that is the
-time of an update, and a large one does not fit."""
+host launches the kernels of a micro-batch in a time that does not depend on its size; with a small model that takes
+longer than the GPU needs for 16,384 tokens, and a large model does not fit."""
 MICRO_BATCH_SIZES = (16_384, 8_192, 4_096, 2_048)  # then these, fastest first
 MIN_CACHED_SEQUENCES = 64
 """With fewer sequences of full length in the engine's KV cache, sampling loses more time than the learner would with
