@@ -87,6 +87,7 @@ def compare(case: Case, model_spec: ModelSpec, micro_batch_tokens: int, beside: 
         "case": case.name, "baseline": beside, "model": name_5m if model_spec.name == "5m" else model_spec.name,
         "weights": model_spec.weights(case), "lora": model_spec.lora, "prompts": case.prompts,
         "group": case.group, "turns": case.turns, "prompt": case.prompt, "sampled_a_turn": case.sampled,
+        "top_p": case.top_p,
         "ours_s": round(arborl_timing.seconds, 4), "baseline_s": round(baseline.seconds, 4),
         "ratio": round(baseline.seconds / arborl_timing.seconds, 2),
         "ours_rollout_s": round(arborl_timing.rollout, 4), "baseline_rollout_s": round(baseline.rollout, 4),
@@ -122,6 +123,9 @@ def main() -> int:
     for name in ("prompts", "group", "prompt", "sampled"):
         parser.add_argument(f"--{name}", type=int, help="default: set by the case")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="sample from the likeliest tokens; TRL's loss ignores it"
+    )
     parser.add_argument("--repeats", type=int, help="default: 3 on a CPU, 2 on a GPU")
     parser.add_argument(
         "--micro-batch-tokens",
@@ -158,7 +162,7 @@ def main() -> int:
         sizes = {name: getattr(args, name) for name in ("prompts", "group", "prompt", "sampled")}
         case = dataclasses.replace(case, **{name: size for name, size in sizes.items() if size})
         tried = sorted({min(size, case.episodes) for size in case.tried}, reverse=True)
-        case = dataclasses.replace(case, tried=tuple(tried))
+        case = dataclasses.replace(case, tried=tuple(tried), top_p=args.top_p)
         repeats, tokens = args.repeats or (2 if cuda else 3), args.micro_batch_tokens or (65536 if cuda else 4096)
         if args.side:
             timing, extra = measure(args.side, case, model_spec, repeats, tokens, args.vllm_python, args.profile)

@@ -67,7 +67,7 @@ class ArborSteps:
         context = case.context or case.prompt + case.sampled
         self.engine: LocalEngine | VllmEngine
         self.algorithm = make_algorithm(AlgorithmConfig(name="grpo", std="group"))
-        self.sampling = Sampling(case.sampled)
+        self.sampling = Sampling(case.sampled, top_p=case.top_p)
         config = LearnerConfig(lr=LEARNING_RATE, decay="none", micro_batch_tokens=micro_batch_tokens)
         if vllm_python:
             self.engine = VllmEngine(model, context, case.episodes, case.episodes * (context + 64), python=vllm_python)

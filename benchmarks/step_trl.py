@@ -157,9 +157,9 @@ def trl_steps(case: Case, model_spec: ModelSpec, repeats: int, size: int, folder
         steps_per_generation=num_micro_batches, num_generations=case.group,
         max_completion_length=case.context or case.sampled, generation_kwargs={"max_new_tokens": case.sampled},
         max_tool_calling_iterations=case.turns - 1,
-        temperature=1.0, top_p=1.0, top_k=0, beta=0.0, num_iterations=1, loss_type="grpo", learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant", gradient_checkpointing=False, shuffle_dataset=False, disable_tqdm=True,
-        logging_strategy="no", save_strategy="no", report_to="none",
+        temperature=1.0, top_p=case.top_p, top_k=0, beta=0.0, num_iterations=1, loss_type="grpo",
+        learning_rate=LEARNING_RATE, lr_scheduler_type="constant", gradient_checkpointing=False, shuffle_dataset=False,
+        disable_tqdm=True, logging_strategy="no", save_strategy="no", report_to="none",
     )  # fmt: skip
     timer = StepTimer()
     vocabulary = model.config.vocab_size

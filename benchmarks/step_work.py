@@ -60,6 +60,7 @@ class Case:
     turns: int = 1
     context: int = 0
     """Maximum tokens of a conversation; 0 for single-turn cases."""
+    top_p: float = 1.0
 
     @property
     def episodes(self) -> int:

@@ -92,6 +92,23 @@ def test_logprobs_and_entropy_equal_torchs_at_any_temperature(vocabulary, entrop
     head.float()
 
 
+@pytest.mark.parametrize("limits", [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("entropy", [True, False])
+def test_the_head_scores_tokens_under_a_truncated_distribution(limits, entropy):
+    torch.manual_seed(0)
+    head = nn.Linear(8, 300)
+    token, hidden = torch.randint(0, 300, (37,)), torch.randn(37, 8) * 3
+    shape = DistributionParams.of([Sampling(temperature=0.7, **limits)], torch.device("cpu"))
+
+    def ours(hidden):
+        return fused_head(head, hidden, token, shape, entropy)
+
+    def theirs(hidden):
+        return _unfused_head(head.double(), None, hidden, token, shape, entropy)
+
+    both_ways(ours, theirs, hidden, tolerance=1e-5)
+
+
 def test_a_token_of_probability_0_adds_nothing():
     head = nn.Linear(4, 20, bias=True)
     with torch.no_grad():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from arborl.models.sampling import DistributionParams, sampling_logprobs
+from arborl.models import sampling
+from arborl.models.sampling import DistributionParams, kept_tokens, sampling_logprobs
 from arborl.types import Sampling
 
 CPU = torch.device("cpu")
@@ -35,6 +37,60 @@ def test_top_k_top_p_and_min_p_keep_what_transformers_keeps(seed, temperature, t
     if min_p:
         theirs = MinPLogitsWarper(min_p)(None, theirs)
     torch.testing.assert_close(ours, torch.log_softmax(theirs, -1))
+
+
+def kept_by_sorting(logits: np.ndarray, one: Sampling) -> np.ndarray:
+    order = np.argsort(-logits, kind="stable")
+    k = one.top_k or len(logits)
+    weight = np.exp(logits[order] - logits[order[0]])
+    weight[k:] = 0.0
+    probability = weight / weight.sum()
+    before = np.concatenate([[0.0], np.cumsum(probability)[:-1]])
+    kept = (np.arange(len(logits)) < k) & ((before < one.top_p) | (one.top_p >= 1))
+    kept &= probability >= one.min_p * probability[0]
+    kept[0] = True
+    return np.isin(np.arange(len(logits)), order[kept])
+
+
+SETTINGS = st.builds(
+    Sampling,
+    max_tokens=st.just(8),
+    top_k=st.sampled_from([0, 0, 1, 3, 7, 50]),
+    top_p=st.sampled_from([1.0, 1.0, 0.1, 0.6, 0.95]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.5]),
+)
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    prefix=st.sampled_from([1, 4, 16, 2048]),
+    values=st.sampled_from([3, 10, None]),
+    masked=st.booleans(),
+    rows_at_once=st.sampled_from([1, 2, 100]),
+    settings=st.lists(SETTINGS, min_size=1, max_size=5),
+)
+def test_kept_tokens_are_those_of_a_stable_sort_whatever_part_is_sorted(
+    seed, prefix, values, masked, rows_at_once, settings
+):
+    rng = np.random.default_rng(seed)
+    shape = (len(settings), 40)
+    logits = rng.normal(size=shape) * 3 if values is None else rng.integers(0, values, shape).astype(float)  # ties
+    if masked:  # as by a schema
+        logits[:, 1:][rng.random((len(settings), 39)) < 0.8] = -np.inf
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "PREFIX", prefix)
+        patch.setattr(sampling, "MAX_LOGITS_AT_ONCE", 40 * rows_at_once)
+        found = kept_tokens(torch.from_numpy(logits), DistributionParams.of(settings, CPU)).numpy()
+    possible = np.isfinite(logits)  # whether a token of probability 0 is kept makes no difference
+    expected = np.stack([kept_by_sorting(row, one) for row, one in zip(logits, settings, strict=True)])
+    np.testing.assert_array_equal(found & possible, expected & possible)
+
+
+def test_a_flat_distribution_is_sorted_completely():
+    logits = torch.linspace(0, 0.01, 5000)[None]
+    kept = kept_tokens(logits, DistributionParams.of([Sampling(top_p=0.9)], CPU))[0]
+    assert 4490 <= int(kept.sum()) <= 4510
+    assert bool(kept[-4490:].all())
 
 
 def test_rows_may_differ_in_their_settings():

@@ -65,15 +65,19 @@ def sampling_logprobs(logits_BV: Tensor, params: DistributionParams, token_B: Te
 
 
 def processed_logits(logits_BV: Tensor, params: DistributionParams, token_B: Tensor | None = None) -> Tensor:
+    return possible_logits(logits_BV, params, token_B) / params.temperature_B[:, None].to(logits_BV.dtype)
+
+
+def possible_logits(logits_BV: Tensor, params: DistributionParams, token_B: Tensor | None = None) -> Tensor:
+    """The logits, minus infinity for tokens that cannot be sampled; `token_B` were sampled."""
     if params.allowed_B is not None:
         logits_BV = exclude_tokens(logits_BV, params.allowed_B)
-    scaled_BV = logits_BV / params.temperature_B[:, None].to(logits_BV.dtype)
     if not params.truncates:
-        return scaled_BV
-    kept_BV = kept_tokens(scaled_BV.detach(), params)
+        return logits_BV
+    kept_BV = kept_tokens(logits_BV.detach(), params)
     if token_B is not None:
         kept_BV.scatter_(1, token_B[:, None], True)
-    return scaled_BV.masked_fill(~kept_BV, float("-inf"))
+    return logits_BV.masked_fill(~kept_BV, float("-inf"))
 
 
 def exclude_tokens(logits_BV: Tensor, allowed_B: TokenMasks) -> Tensor:
@@ -101,17 +105,62 @@ def packed_masks(masks: TokenMasks, vocabulary: int) -> NDArray[np.uint8]:
     return packed
 
 
-def kept_tokens(scaled_BV: Tensor, params: DistributionParams) -> Tensor:
+PREFIX = 2048
+"""Likeliest tokens among which the last kept one is sought first; the whole vocabulary is sorted for flat distributions
+only, which takes several times as long (`docs/results/step.md`)."""
+
+
+MAX_LOGITS_AT_ONCE = 2**25  # in `kept_tokens`, which needs up to 20 bytes for each
+
+
+def kept_tokens(logits_BV: Tensor, params: DistributionParams) -> Tensor:
     """Which tokens may be sampled: the k likeliest; of these the fewest with a total probability of p; of these the
-    ones at least m times as likely as the likeliest. The likeliest is always kept."""
-    ordered_BV, index_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)
-    rank_V = torch.arange(scaled_BV.shape[1], device=scaled_BV.device)
-    k_B = torch.where(params.top_k_B > 0, params.top_k_B, scaled_BV.shape[1])
-    inside_BV = rank_V[None] < k_B[:, None]
-    prob_BV = torch.softmax(ordered_BV.double().masked_fill(~inside_BV, float("-inf")), dim=-1)
-    before_BV = prob_BV.cumsum(-1) - prob_BV
-    p_B1 = params.top_p_B[:, None]
-    inside_BV = inside_BV & ((before_BV < p_B1) | (p_B1 >= 1))  # p = 1 excludes nothing in spite of rounding
-    inside_BV &= prob_BV >= params.min_p_B[:, None] * prob_BV[:, :1]
-    inside_BV[:, 0] = True
-    return torch.zeros_like(inside_BV).scatter_(1, index_BV, inside_BV)
+    ones at least m times as likely as the likeliest. The likeliest is always kept. Of equally likely tokens the first
+    ones are."""
+    rows, vocabulary = logits_BV.shape
+    heat_B, top_p_B, min_p_B = params.temperature_B, params.top_p_B, params.min_p_B
+    k_B = torch.where(params.top_k_B > 0, params.top_k_B.clamp(max=vocabulary), vocabulary)
+    limit_4B = torch.stack([heat_B, k_B.double(), top_p_B, min_p_B]).expand(4, rows)
+    pieces = max(1, MAX_LOGITS_AT_ONCE // vocabulary)
+    parts = zip(logits_BV.split(pieces), limit_4B.split(pieces, dim=1), strict=True)
+    return torch.cat([_kept(logits_PV, limit_4P) for logits_PV, limit_4P in parts])
+
+
+def _kept(logits_BV: Tensor, limit_4B: Tensor) -> Tensor:
+    vocabulary = logits_BV.shape[1]
+    heat_B, k_B, p_B, m_B = limit_4B
+    scaled_BV = logits_BV / heat_B[:, None].to(logits_BV.dtype)
+    whole_B = (k_B == vocabulary) & (p_B >= 1) & (m_B <= 0)
+    count_B, last_B, known_B = _last_kept(scaled_BV, limit_4B, min(PREFIX, int(k_B.max())))
+    row = (~(known_B | whole_B)).nonzero()[:, 0]
+    if len(row):
+        count_B[row], last_B[row], _ = _last_kept(scaled_BV[row], limit_4B[:, row], vocabulary)
+    above_BV, equal_BV = scaled_BV > last_B[:, None], scaled_BV == last_B[:, None]
+    left_B = count_B - above_BV.sum(-1)
+    if bool((equal_BV.sum(-1) > left_B).any()):
+        equal_BV &= equal_BV.cumsum(-1, dtype=torch.int32) <= left_B[:, None]
+    return above_BV | equal_BV | whole_B[:, None]
+
+
+def _last_kept(scaled_BV: Tensor, limit_4B: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For each row the number of kept tokens, the logit of the least likely one, and whether the `size` likeliest
+    tokens suffice to know them. Limits are temperature, k, p and m."""
+    vocabulary = scaled_BV.shape[1]
+    _, k_B1, p_B1, m_B1 = limit_4B[:, :, None]
+    if size == vocabulary:
+        top_BP = scaled_BV.sort(dim=-1, descending=True).values
+    else:
+        top_BP = scaled_BV.topk(size, dim=-1).values
+    among_BP = torch.arange(size, device=scaled_BV.device) < k_B1
+    top64_BP = top_BP.double().masked_fill(~among_BP, float("-inf"))
+    mass_B1 = top64_BP.logsumexp(-1, keepdim=True)
+    if size < k_B1.max():
+        mass_B1 = torch.where(k_B1 == vocabulary, scaled_BV.double().logsumexp(-1, keepdim=True), mass_B1)
+    prob_BP = (top64_BP - mass_B1).exp()
+    before_BP = torch.nn.functional.pad(prob_BP.cumsum(-1)[:, :-1], (1, 0))
+    kept_BP = among_BP & ((before_BP < p_B1) | (p_B1 >= 1))  # p = 1 excludes nothing in spite of rounding
+    kept_BP &= prob_BP >= m_B1 * prob_BP[:, :1]
+    count_B = kept_BP.sum(-1).clamp(min=1)
+    k_B = k_B1[:, 0]
+    known_B = (k_B <= size) | ((k_B == vocabulary) & (count_B < size))
+    return count_B, top_BP.gather(1, count_B[:, None] - 1)[:, 0], known_B

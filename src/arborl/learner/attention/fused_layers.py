@@ -20,7 +20,7 @@ from arborl.models.fast_forward import (
     has_fast_forward,
     rotated_heads,
 )
-from arborl.models.sampling import DistributionParams
+from arborl.models.sampling import DistributionParams, possible_logits
 
 SILU = ("SiLU", "SiLUActivation")
 
@@ -154,7 +154,8 @@ def fused_head(
     head: Any, hidden_ME: Tensor, token_M: Tensor, shape: DistributionParams, entropy: bool
 ) -> tuple[Tensor, Tensor]:
     temperature_M = shape.temperature_B.float().expand(len(token_M)).contiguous()
-    logprob_M, entropy_M = fused_logprobs(raw_head_logits(head, None, hidden_ME), token_M, temperature_M)
+    logit_MV = possible_logits(raw_head_logits(head, None, hidden_ME), shape, token_M)
+    logprob_M, entropy_M = fused_logprobs(logit_MV, token_M, temperature_M)
     return logprob_M, entropy_M if entropy else entropy_M.detach()
 
 

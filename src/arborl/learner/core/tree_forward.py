@@ -124,7 +124,7 @@ def _unfused_head(
 def _fused_head(
     head: Any, cap: float | None, hidden_ME: Tensor, token_M: Tensor, shape: DistributionParams, entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    if cap is not None or shape.excludes:
+    if cap is not None:
         return _unfused_head(head, cap, hidden_ME, token_M, shape, entropy)
     return fused_head(head, hidden_ME, token_M, shape, entropy)
 
