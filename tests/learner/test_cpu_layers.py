@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -94,11 +96,20 @@ def test_logprobs_and_entropy_equal_torchs_at_any_temperature(vocabulary, entrop
 
 @pytest.mark.parametrize("limits", [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9}], ids=str)
 @pytest.mark.parametrize("entropy", [True, False])
-def test_the_head_scores_tokens_under_a_truncated_distribution(limits, entropy):
+@pytest.mark.parametrize("rows", ["alike", "different", "with schemas"])
+def test_the_head_scores_tokens_under_a_truncated_distribution(limits, entropy, rows):
     torch.manual_seed(0)
     head = nn.Linear(8, 300)
     token, hidden = torch.randint(0, 300, (37,)), torch.randn(37, 8) * 3
-    shape = DistributionParams.of([Sampling(temperature=0.7, **limits)], torch.device("cpu"))
+    samplings = [Sampling(temperature=0.7, **limits)]
+    if rows != "alike":
+        samplings = [samplings[0], Sampling(), Sampling(temperature=1.5)] * 12 + samplings
+    shape = DistributionParams.of(samplings, torch.device("cpu"))
+    if rows == "with schemas":
+        allowed = torch.rand(37, 304) < 0.5
+        allowed[torch.arange(37), token] = True
+        masks = [np.packbits(row, bitorder="little").tobytes() for row in allowed.numpy()]
+        shape = dataclasses.replace(shape, allowed_B=[None, *masks[1:]])
 
     def ours(hidden):
         return fused_head(head, hidden, token, shape, entropy)

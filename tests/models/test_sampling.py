@@ -93,6 +93,33 @@ def test_a_flat_distribution_is_sorted_completely():
     assert bool(kept[-4490:].all())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("limits", [{"top_p": 0.95}, {"min_p": 0.05}, {"top_k": 50, "top_p": 0.9}], ids=str)
+def test_logits_of_16_bits_keep_what_they_keep_in_32_bits_at_any_temperature(dtype, limits):
+    logits = (torch.randn(16, 5000, generator=torch.Generator().manual_seed(0)) * 2).to(dtype)
+    params = DistributionParams.of([Sampling(temperature=0.7, **limits)], CPU)
+    assert torch.equal(kept_tokens(logits, params), kept_tokens(logits.float(), params))
+
+
+def test_nan_reaches_the_log_probabilities_of_its_row_only():
+    logits = torch.randn(3, 50)
+    logits[1, 7] = torch.nan
+    params, token = DistributionParams.of([Sampling(top_p=0.9)], CPU), torch.tensor([0, 1, 2])
+    scored = sampling_logprobs(logits, params, token_B=token).gather(1, token[:, None])[:, 0]
+    assert scored.isnan().tolist() == [False, True, False]
+
+
+def test_no_rows_have_no_kept_tokens():
+    params = DistributionParams.of([Sampling(top_p=0.9)], CPU)
+    assert kept_tokens(torch.zeros(0, 50), params).shape == (0, 50)
+
+
+@pytest.mark.parametrize("offset", [0.0, 3.3, -7.7])
+def test_of_equally_likely_tokens_as_many_are_kept_whatever_their_logit(offset):
+    params = DistributionParams.of([Sampling(top_p=0.5)], CPU)
+    assert kept_tokens(torch.full((1, 8), offset), params)[0].tolist() == [True] * 4 + [False] * 4
+
+
 def test_rows_may_differ_in_their_settings():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.2]])).expand(3, 3)
     samplings = [Sampling(top_k=1), Sampling(top_p=0.6), Sampling()]

@@ -106,35 +106,36 @@ def packed_masks(masks: TokenMasks, vocabulary: int) -> NDArray[np.uint8]:
 
 
 PREFIX = 2048
-"""Likeliest tokens among which the last kept one is sought first; the whole vocabulary is sorted for flat distributions
-only, which takes several times as long (`docs/results/step.md`)."""
-
-
-MAX_LOGITS_AT_ONCE = 2**25  # in `kept_tokens`, which needs up to 20 bytes for each
+"""Likeliest tokens among which the last kept one is sought first. If they do not suffice, the row is sorted completely:
+a flat distribution takes longer than by sorting alone (`docs/results/step.md`)."""
+MAX_LOGITS_AT_ONCE = 2**24  # in `kept_tokens`, which needs up to 45 bytes for each
 
 
 def kept_tokens(logits_BV: Tensor, params: DistributionParams) -> Tensor:
     """Which tokens may be sampled: the k likeliest; of these the fewest with a total probability of p; of these the
     ones at least m times as likely as the likeliest. The likeliest is always kept. Of equally likely tokens the first
-    ones are."""
+    ones are. All tokens of a row with NaN are kept."""
     rows, vocabulary = logits_BV.shape
+    if not rows:
+        return torch.zeros_like(logits_BV, dtype=torch.bool)
     heat_B, top_p_B, min_p_B = params.temperature_B, params.top_p_B, params.min_p_B
     k_B = torch.where(params.top_k_B > 0, params.top_k_B.clamp(max=vocabulary), vocabulary)
     limit_4B = torch.stack([heat_B, k_B.double(), top_p_B, min_p_B]).expand(4, rows)
-    pieces = max(1, MAX_LOGITS_AT_ONCE // vocabulary)
-    parts = zip(logits_BV.split(pieces), limit_4B.split(pieces, dim=1), strict=True)
-    return torch.cat([_kept(logits_PV, limit_4P) for logits_PV, limit_4P in parts])
+    most, at_once = int(k_B.max()), max(1, MAX_LOGITS_AT_ONCE // vocabulary)
+    parts = zip(logits_BV.split(at_once), limit_4B.split(at_once, dim=1), strict=True)
+    return torch.cat([_kept(logits_PV, limit_4P, most) for logits_PV, limit_4P in parts])
 
 
-def _kept(logits_BV: Tensor, limit_4B: Tensor) -> Tensor:
+def _kept(logits_BV: Tensor, limit_4B: Tensor, most: int) -> Tensor:
     vocabulary = logits_BV.shape[1]
     heat_B, k_B, p_B, m_B = limit_4B
-    scaled_BV = logits_BV / heat_B[:, None].to(logits_BV.dtype)
-    whole_B = (k_B == vocabulary) & (p_B >= 1) & (m_B <= 0)
-    count_B, last_B, known_B = _last_kept(scaled_BV, limit_4B, min(PREFIX, int(k_B.max())))
+    precise_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
+    scaled_BV = precise_BV / heat_B[:, None].to(precise_BV.dtype)
+    count_B, last_B, known_B = _last_kept(scaled_BV, limit_4B, min(PREFIX, most), most)
+    whole_B = ((k_B == vocabulary) & (p_B >= 1) & (m_B <= 0)) | last_B.isnan()
     row = (~(known_B | whole_B)).nonzero()[:, 0]
     if len(row):
-        count_B[row], last_B[row], _ = _last_kept(scaled_BV[row], limit_4B[:, row], vocabulary)
+        count_B[row], last_B[row], _ = _last_kept(scaled_BV[row], limit_4B[:, row], vocabulary, vocabulary)
     above_BV, equal_BV = scaled_BV > last_B[:, None], scaled_BV == last_B[:, None]
     left_B = count_B - above_BV.sum(-1)
     if bool((equal_BV.sum(-1) > left_B).any()):
@@ -142,9 +143,9 @@ def _kept(logits_BV: Tensor, limit_4B: Tensor) -> Tensor:
     return above_BV | equal_BV | whole_B[:, None]
 
 
-def _last_kept(scaled_BV: Tensor, limit_4B: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _last_kept(scaled_BV: Tensor, limit_4B: Tensor, size: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
     """For each row the number of kept tokens, the logit of the least likely one, and whether the `size` likeliest
-    tokens suffice to know them. Limits are temperature, k, p and m."""
+    tokens suffice to know them. Limits are temperature, k, p and m; `most` is at least the largest k."""
     vocabulary = scaled_BV.shape[1]
     _, k_B1, p_B1, m_B1 = limit_4B[:, :, None]
     if size == vocabulary:
@@ -152,11 +153,12 @@ def _last_kept(scaled_BV: Tensor, limit_4B: Tensor, size: int) -> tuple[Tensor, 
     else:
         top_BP = scaled_BV.topk(size, dim=-1).values
     among_BP = torch.arange(size, device=scaled_BV.device) < k_B1
-    top64_BP = top_BP.double().masked_fill(~among_BP, float("-inf"))
-    mass_B1 = top64_BP.logsumexp(-1, keepdim=True)
-    if size < k_B1.max():
-        mass_B1 = torch.where(k_B1 == vocabulary, scaled_BV.double().logsumexp(-1, keepdim=True), mass_B1)
-    prob_BP = (top64_BP - mass_B1).exp()
+    weight_BP = (top_BP.double() - top_BP[:, :1]).exp().masked_fill(~among_BP, 0.0)
+    total_B1 = weight_BP.sum(-1, keepdim=True)
+    if most > size:
+        all_B1 = (scaled_BV.double() - top_BP[:, :1]).exp().sum(-1, keepdim=True)
+        total_B1 = torch.where(k_B1 == vocabulary, all_B1, total_B1)
+    prob_BP = weight_BP / total_B1
     before_BP = torch.nn.functional.pad(prob_BP.cumsum(-1)[:, :-1], (1, 0))
     kept_BP = among_BP & ((before_BP < p_B1) | (p_B1 >= 1))  # p = 1 excludes nothing in spite of rounding
     kept_BP &= prob_BP >= m_B1 * prob_BP[:, :1]

@@ -165,7 +165,7 @@ class MemoryPlanner:
     kv_floor: int  # the engine cannot run with fewer tokens
     logit_rows: int  # maximum number of rows of logits in memory at once
     cuda: bool = True
-    truncates: bool = False  # whether sampling truncates the vocabulary (top-k, top-p, min-p): then logits are sorted
+    truncates: bool = False  # whether sampling truncates the vocabulary (top-k, top-p, min-p)
     can_free_kv: bool = False  # whether the engine can free its memory while the learner works
 
     @property
@@ -178,7 +178,8 @@ class MemoryPlanner:
         longest = max(tokens, self.context)
         optimizer = models * sizes.optimizer(master)
         activations = models * sizes.activations(longest, recompute, self.uses_fused_layers, self.cuda)
-        # the fused head holds a logit and its gradient; the unfused head has float32 copies
+        # The fused head holds a logit and its gradient; the unfused head has float32 copies. Truncation needed 28 bytes
+        # when all logits were sorted; now they are an upper bound.
         logit = (2 * sizes.item if self.uses_fused_layers else sizes.item + 16) + (28 if self.truncates else 0)
         logits = min(longest, self.logit_rows) * sizes.vocabulary * logit
         gradients = models * sizes.gradients(master)
