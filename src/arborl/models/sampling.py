@@ -131,11 +131,11 @@ def _kept(logits_BV: Tensor, limit_4B: Tensor, most: int) -> Tensor:
     heat_B, k_B, p_B, m_B = limit_4B
     precise_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
     scaled_BV = precise_BV / heat_B[:, None].to(precise_BV.dtype)
-    count_B, last_B, known_B = _last_kept(scaled_BV, limit_4B, min(PREFIX, most), most)
+    count_B, last_B, known_B = _last_kept(scaled_BV, limit_4B[1:], min(PREFIX, most), most)
     whole_B = ((k_B == vocabulary) & (p_B >= 1) & (m_B <= 0)) | last_B.isnan()
     row = (~(known_B | whole_B)).nonzero()[:, 0]
     if len(row):
-        count_B[row], last_B[row], _ = _last_kept(scaled_BV[row], limit_4B[:, row], vocabulary, vocabulary)
+        count_B[row], last_B[row], _ = _last_kept(scaled_BV[row], limit_4B[1:, row], vocabulary, vocabulary)
     above_BV, equal_BV = scaled_BV > last_B[:, None], scaled_BV == last_B[:, None]
     left_B = count_B - above_BV.sum(-1)
     if bool((equal_BV.sum(-1) > left_B).any()):
@@ -143,11 +143,11 @@ def _kept(logits_BV: Tensor, limit_4B: Tensor, most: int) -> Tensor:
     return above_BV | equal_BV | whole_B[:, None]
 
 
-def _last_kept(scaled_BV: Tensor, limit_4B: Tensor, size: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
+def _last_kept(scaled_BV: Tensor, limit_3B: Tensor, size: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
     """For each row the number of kept tokens, the logit of the least likely one, and whether the `size` likeliest
-    tokens suffice to know them. Limits are temperature, k, p and m; `most` is at least the largest k."""
+    tokens suffice to know them. Limits are k, p and m; `most` is at least the largest k."""
     vocabulary = scaled_BV.shape[1]
-    _, k_B1, p_B1, m_B1 = limit_4B[:, :, None]
+    k_B1, p_B1, m_B1 = limit_3B[:, :, None]
     if size == vocabulary:
         top_BP = scaled_BV.sort(dim=-1, descending=True).values
     else:
